@@ -1,9 +1,8 @@
-"""Fresh virtual environments with exactly what a wheel's metadata asks for, without a network.
+"""Virtual environments that contain only what a wheel's metadata asks for. They need no network.
 
-A wheel is built of the working tree and installed by pip, scripts included. What it depends on, with the
-given extras and what those depend on in turn, is linked from the environment that runs the tests; nothing
-else of that environment can be imported. So a dependency that an extra forgot is missing here, too. That pip
-could resolve and download it is not tried.
+A wheel is built from the working tree and installed by pip, with its scripts. Its dependencies for the given
+extras are linked from the environment that runs the tests, and nothing else can be imported. So a dependency
+that an extra forgot is missing here, too. The tests do not show that pip can resolve and download them.
 """
 
 import subprocess
@@ -41,14 +40,14 @@ class Environment:
 
 
 def build_wheel(folder: Path) -> Path:
-    """The project's wheel, built of the working tree."""
+    """Build a wheel of the project from the working tree."""
     _pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT)
     (wheel,) = folder.glob("permille-*.whl")
     return wheel
 
 
 def make_environment(folder: Path, wheel: Path, extras: Iterable[str]) -> Environment:
-    """A fresh environment with the wheel and the closure of what it asks for with `extras`."""
+    """Make an environment with the wheel and all that it needs with `extras`."""
     installed = {_name_of(found): found for found in distributions()}
     asked = closure(_metadata(wheel), extras, installed)
     venv.create(folder, symlinks=True, with_pip=False)
@@ -62,10 +61,10 @@ def make_environment(folder: Path, wheel: Path, extras: Iterable[str]) -> Enviro
 def closure(
     root: Distribution, extras: Iterable[str], installed: Mapping[str, Distribution]
 ) -> dict[str, Distribution]:
-    """All that `root` with `extras` needs, by canonical name, without `root`.
+    """Return all distributions that `root` with `extras` needs, by canonical name, without `root`.
 
     Raises:
-        LookupError: what is asked for is not installed here, or in another version.
+        LookupError: A distribution is missing in this environment, or has another version.
     """
     root_name = _name_of(root)
     known = {**installed, root_name: root}
@@ -88,14 +87,14 @@ def closure(
 
 
 def _link(asked: Mapping[str, Distribution], installed: Mapping[str, Distribution], site: Path) -> None:
-    """Links to the files of `asked`: of a whole folder where nothing but them owns files in it."""
+    """Link the files of `asked` into `site`. Link a whole folder if nothing else has files in it."""
     owners: dict[PurePosixPath, set[str]] = defaultdict(set)
     places: dict[PurePosixPath, Path] = {}
     for name, found in installed.items():
         for file in found.files or ():
             path = PurePosixPath(file)
             if ".." in path.parts or path.is_absolute():
-                continue  # scripts and manual pages: nothing here calls them
+                continue  # skip scripts and manual pages, which no test uses
             places[path] = Path(str(found.locate_file(file)))
             for part in (path, *path.parents):
                 owners[part].add(name)

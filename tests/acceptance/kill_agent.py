@@ -1,12 +1,13 @@
-"""Kill `train` with SIGKILL at random moments, cut its journal at random bytes, start it again, and compare
-the end with that of an untouched run.
+"""Kill `train` with SIGKILL at random moments, cut its journal at random bytes, and start it again.
 
     python -m tests.acceptance.kill_agent --kills 50 --cuts 50
 
-Runs are made anew until so many kills were delivered; every one has to end with the same bits: plan,
-evaluations, journal or state, decision, active model, and exactly one report. Moments are drawn from a
-seed, over the whole life of a process: loading, search, steps, evaluation, judgement, adoption, report. A cut
-is of a journal whose run was killed amid its steps, at any byte behind the header.
+The result must be that of a run without kills, bit by bit: plan, evaluations, journal or state, decision,
+active model, and exactly one report. New runs start until the numbers of kills and cuts are reached.
+
+The moments are drawn from a seed, over the whole life of a process: loading, search, steps, evaluation,
+judgement, adoption, report. Journals are cut if the run was killed during its steps, at any byte behind the
+header.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from tests.unit.edge_agent.runs import home_with_package, user_text
 
 Command = Callable[[Home, Path], Sequence[str]]
 
-# Result files in the order in which a run makes them; the last one that is there says how far a run came.
+# Result files in the order in which a run makes them. The last existing file shows the phase of a run.
 PHASES = (
     ("run.json", "search"),
     ("plan.json", "steps"),
@@ -49,7 +50,7 @@ PHASES = (
 
 @dataclass(slots=True)
 class KillReport:
-    """The kills, their places, and the runs that ended otherwise than the unkilled one."""
+    """The kills, their phases, and the differences from the run without kills."""
 
     kills: int = 0
     cuts: int = 0
@@ -59,24 +60,23 @@ class KillReport:
 
 
 def torch_command(home: Home, text: Path) -> list[str]:
-    """The program itself, with the engine that it chooses."""
+    """Return the command of the agent with its own engine."""
     command = [sys.executable, "-m", "permille_agent", "--home", str(home.root), "train", str(text)]
     return [*command, "--steps", "12", "--threads", "1", "--share-log", "--json"]
 
 
 def bigram_command(home: Home, text: Path) -> list[str]:
-    """A run whose log is shared, on the engine of tests, which starts in no time."""
+    """Return the command of a run with the bigram engine that shares its log."""
     return [sys.executable, "-m", "tests.bigram_agent", str(home.root), str(text), "40", "64"]
 
 
 def private_command(home: Home, text: Path) -> list[str]:
-    """The same without a log: a state for itself."""
+    """Return the command of a run with the bigram engine that follows the gradient and has no log."""
     return [sys.executable, "-m", "tests.bigram_agent", str(home.root), str(text), "40", "0"]
 
 
 def kill_runs(folder: Path, command: Command, *, kills: int, cuts: int = 0, seed: int) -> KillReport:
-    """Deliver `kills` kills to runs made by `command`, and `cuts` to their journals, and compare each run's
-    end with an untouched one."""
+    """Kill the runs of `command` and cut their journals. Compare the results with a run without kills."""
     rng = random.Random(seed)
     text = user_text(folder)
     expected_home, _ = home_with_package(folder / "whole")
@@ -102,7 +102,7 @@ def kill_runs(folder: Path, command: Command, *, kills: int, cuts: int = 0, seed
 
 
 def _cut(home: Home, rng: random.Random) -> bool:
-    """Cut the newest journal of the run at a random byte behind its header; False where there is none."""
+    """Cut the newest journal of the run at a random byte behind its header. Return False if it is empty."""
     (run,) = list_runs(home)
     paths = sorted(run.path.glob("descent-*.journal"))
     if not paths:
@@ -116,7 +116,7 @@ def _cut(home: Home, rng: random.Random) -> bool:
 
 
 def end_of(home: Home) -> dict[str, str]:
-    """Everything about a run's end that must not depend on kills, by name."""
+    """Return all results of a run that must not depend on kills, by name."""
     (run,) = list_runs(home)
     decision = run.require("decision", Decision)
     (sent,) = read_reports(home)
@@ -142,7 +142,7 @@ def _digest(data: bytes) -> str:
 
 
 def _killed(command: Sequence[str], after_s: float) -> bool:
-    """Start, wait, kill; False where the process was faster."""
+    """Start a command and kill it after some seconds. Return False if it ended earlier."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             code = process.wait(timeout=after_s)
@@ -165,7 +165,7 @@ _COMMANDS = {"agent": torch_command, "shared": bigram_command, "private": privat
 
 
 def main() -> int:
-    """Print a report as JSON; the exit code says whether all runs ended alike."""
+    """Print a report as JSON. Return 1 if a run ended differently."""
     parser = argparse.ArgumentParser(description="kill `train` at random moments, and compare its ends")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--cuts", type=int, default=0, help="of journals, among the kills")

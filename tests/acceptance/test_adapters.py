@@ -1,4 +1,4 @@
-"""A package with an adapter from its build to a person's model: built, pulled, trained, shared, exported."""
+"""A package with an adapter, from its build to a person's model: built, pulled, trained, shared, exported."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ WITH_LOG = ("--share-log", "--queries", "8")
 
 
 def test_an_adapter_from_its_build_to_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import peft  # takes seconds: not at each start of the tests
+    import peft  # slow, so not at each start of the tests
 
     write_model(tmp_path / "models" / "tiny")
     device = Device(tmp_path / "home", capsys)
@@ -52,7 +52,7 @@ def test_an_adapter_from_its_build_to_peft(tmp_path: Path, capsys: pytest.Captur
         assert (shared["form"], shared["state"]) == ("state", "verified")
         assert shared["state_digest"] == by_gradient["decision"]["state_digest"]
 
-        # Twenty steps of losses alone do not beat the model in use; their log is shared all the same.
+        # Twenty zeroth-order steps do not beat the model in use. Their log is shared anyway.
         capsys.readouterr()
         assert main(["--home", str(tmp_path / "home"), *train, "--steps", "20", *WITH_LOG, "--json"]) == 7
         by_losses = json.loads(capsys.readouterr().out)

@@ -1,7 +1,7 @@
-"""The console in a real Chromium, without a network: authorize, create a mask job, see it finish.
+"""The console in a real Chromium without a network: authorize, create a mask job, see it finish.
 
-`PERMILLE_CHROMIUM` names the browser; else `chromium`, `chromium-browser` or `google-chrome` of the PATH.
-`PERMILLE_SCREENSHOTS` names a folder to keep the pictures in.
+`PERMILLE_CHROMIUM` is the path of the browser. By default, it is `chromium`, `chromium-browser` or
+`google-chrome` on the PATH. If `PERMILLE_SCREENSHOTS` is set, screenshots are saved in this folder.
 """
 
 import json
@@ -24,7 +24,7 @@ FINISH_S = 240.0
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """API and worker, with a model folder and a corpus file below their roots."""
+    """Run API and worker, with a model folder and a corpus file below their roots."""
     folder = tmp_path_factory.mktemp("console")
     write_model(folder / "models" / "tiny")
     write_corpus(folder / "corpora" / "texts.jsonl")
@@ -35,13 +35,13 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def foreign() -> list[str]:
-    """Requests of the page to elsewhere: all are blocked, none should be made."""
+    """Requests of the page to other hosts. All are blocked, and the page should make none."""
     return []
 
 
 @pytest.fixture
 def page(up: Running, foreign: list[str]) -> Iterator[Page]:
-    """A page of a headless browser that reaches the service alone."""
+    """A page of a headless browser that reaches only the service."""
     home = urlsplit(up.url).netloc
 
     def only_home(route: Route, request: Request) -> None:
@@ -60,7 +60,7 @@ def page(up: Running, foreign: list[str]) -> Iterator[Page]:
 
 
 def find_operation(page: Page, name: str) -> Locator:
-    """Scroll to an operation: the console draws those alone that are in sight."""
+    """Scroll to an operation. The console renders only operations in sight."""
     block = page.locator(f"[id$='-{name}']")
     page.mouse.move(300, 300)
     page.evaluate("window.scrollTo(0, 0)")
@@ -80,7 +80,7 @@ def open_operation(page: Page, name: str) -> Locator:
 
 
 def execute(block: Locator) -> tuple[int, Any]:
-    """Press Execute; return status and JSON of the answer shown."""
+    """Press Execute. Return the status and the JSON of the answer."""
     clear = block.locator("button.btn-clear")
     if clear.count():
         clear.click()
@@ -93,7 +93,7 @@ def execute(block: Locator) -> tuple[int, Any]:
 
 
 def keep_picture(page: Page, name: str) -> None:
-    """Save a screenshot where the environment asks for it."""
+    """Save a screenshot if the environment asks for it."""
     folder = os.environ.get("PERMILLE_SCREENSHOTS")
     if folder:
         page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)

@@ -1,4 +1,4 @@
-"""`make demo` on the example model, and on SmolLM2 where it has been fetched (`make smollm2`)."""
+"""`make demo` on the example model, and on SmolLM2 if `make smollm2` has fetched it."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ LINE = re.compile(
     r"(zeroth-order log \d+ bytes, replay exact|no zeroth-order log)"
 )
 KEEP_GENERAL = 0.1
-"""Nats a token by which the general loss may rise (`permille-agent train --keep-general`)."""
+"""Largest rise of the general loss in nats per token (`permille-agent train --keep-general`)."""
 
 
 def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +40,8 @@ def _gains_and_keeps(printed: str, folder: Path) -> None:
     assert list((folder / "model").glob("*.gguf"))
     assert not (folder / "run").exists()
     assert float(line["personal"]) < float(line["base"])
-    assert float(line["after"]) - float(line["general"]) <= KEEP_GENERAL + 0.001  # three digits are told
+    # losses are printed with three digits
+    assert float(line["after"]) - float(line["general"]) <= KEEP_GENERAL + 0.001
 
 
 @pytest.mark.timeout(600)
@@ -58,8 +59,8 @@ def test_demo_of_the_example_model(tmp_path: Path) -> None:
 def test_a_real_chat_model_gains_and_keeps_its_head(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The steps that there is time for lower no loss of this model, and leave no log to replay. The example
-    # model's test covers this part, and `make demo` runs it on SmolLM2.
+    # A few zeroth-order steps do not lower the loss of this model, so they leave no log to replay. The test
+    # of the example model covers this part, and `make demo` runs it on SmolLM2.
     monkeypatch.setattr(demo, "zeroth_order", lambda *_: 0)
     short = replace(
         MODELS["smollm2"], build=("--sequences", "2", "--length", "128"), gradient=("--steps", "6")

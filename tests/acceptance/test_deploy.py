@@ -1,4 +1,4 @@
-"""The files in deploy/ pass their own tools, and name settings and numbers that exist."""
+"""The files in deploy/ are valid for their own tools. Settings and metrics that they name exist."""
 
 import json
 import os
@@ -38,7 +38,7 @@ SECRETS = {
 
 
 def run(*command: str, **more: str) -> str:
-    """The output of a tool that must succeed."""
+    """Run a tool that must succeed. Return its output."""
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **more}
     )
@@ -72,7 +72,7 @@ def test_systemd_reads_the_units(tmp_path: Path) -> None:
 
 @contextmanager
 def nginx(folder: Path, blob_root: Path) -> Iterator[httpx.Client]:
-    """nginx by its configuration, on sockets in `folder`, where the API listens as api.sock."""
+    """Run nginx with our configuration, on sockets in `folder`. The API must listen there on api.sock."""
     key, certificate = folder / "key.pem", folder / "cert.pem"
     run(
         "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
@@ -110,7 +110,7 @@ def nginx(folder: Path, blob_root: Path) -> Iterator[httpx.Client]:
 
 
 def test_nginx_sends_what_the_api_lets_it(tmp_path: Path) -> None:
-    """Ranges and conditions as without it, and nothing to who asks for the internal location."""
+    """Ranges and conditions work as without nginx. The internal location is not reachable from outside."""
     with running_api(tmp_path, downloads="accel") as api, nginx_of(api) as client:
         package = api.package()
         api.publish(package)
@@ -138,7 +138,7 @@ def test_nginx_sends_what_the_api_lets_it(tmp_path: Path) -> None:
 
 @contextmanager
 def nginx_of(api: Api) -> Iterator[httpx.Client]:
-    """nginx before this API, both on sockets, whose names must be short."""
+    """Run nginx in front of this API, both on sockets in a temporary folder with a short name."""
     with tempfile.TemporaryDirectory(prefix="nginx") as name:
         config = uvicorn.Config(api.client.app, uds=f"{name}/api.sock", lifespan="off", log_config=None)
         server = uvicorn.Server(config)
@@ -165,10 +165,10 @@ def test_prometheus_reads_its_files_and_the_alerts_fire(tmp_path: Path) -> None:
 
 @pytest.mark.attack(16, "Prometheus' token is wrong, or /metrics is asked for from outside")
 def test_prometheus_scrapes_the_api_as_compose_starts_it(tmp_path: Path) -> None:
-    """Prometheus itself, by our configuration, beside an API with the arguments and settings of compose."""
+    """Run Prometheus with our configuration, and an API with the arguments and settings of compose."""
     told = run("docker-compose", "-f", str(DEPLOY / "compose/compose.yaml"), "config", **SECRETS)
     services = yaml.safe_load(told)["services"]
-    for name in ("nginx", "prometheus"):  # on loopback, beside the API
+    for name in ("nginx", "prometheus"):  # They share the network of the API, so they reach it on loopback.
         assert services[name]["network_mode"] == "service:api"
     port, own = free_port(), free_port()
     settings = {name: value for name, value in services["api"]["environment"].items() if value}
@@ -196,7 +196,8 @@ def test_prometheus_scrapes_the_api_as_compose_starts_it(tmp_path: Path) -> None
         process(prometheus, cwd=tmp_path),
         httpx.Client(base_url=f"http://127.0.0.1:{own}", trust_env=False) as client,
     ):
-        wait_for_target(client, "down", "401")  # not only because the API still starts
+        # The code 401 shows that the token is the reason, not an API that still starts.
+        wait_for_target(client, "down", "401")
         (tmp_path / "metrics_token").write_text(SECRETS["METRICS_TOKEN"])
         wait_for_target(client, "up", "")
         query = {"query": "permille_queue_age_longest_seconds"}
@@ -205,11 +206,11 @@ def test_prometheus_scrapes_the_api_as_compose_starts_it(tmp_path: Path) -> None
 
 
 def wait_for_target(client: httpx.Client, health: str, error: str) -> None:
-    """Wait until Prometheus says this of the API."""
+    """Wait until Prometheus reports this health and error of the API."""
     until, targets = time.monotonic() + 120, list[dict[str, Any]]()
     while time.monotonic() < until:
         time.sleep(0.2)
-        with suppress(httpx.TransportError, KeyError, JSONDecodeError):  # Prometheus starts
+        with suppress(httpx.TransportError, KeyError, JSONDecodeError):  # Prometheus may still start
             targets = client.get("/api/v1/targets").json()["data"]["activeTargets"]
             found = [one for one in targets if one["labels"]["job"] == "permille-api"]
             if any(one["health"] == health and error in one["lastError"] for one in found):
@@ -228,7 +229,7 @@ def process(command: list[str], **options: Any) -> Iterator[None]:
 
 
 def test_kubernetes_takes_the_manifests() -> None:
-    import kubernetes_validate  # takes a second: not at each start of the tests
+    import kubernetes_validate  # slow, so not at each start of the tests
 
     kinds = []
     for document in _manifests():

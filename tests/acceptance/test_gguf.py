@@ -1,4 +1,4 @@
-"""A real GGUF file, SmolLM2-135M-Instruct in Q4_1, to a folder, a package that keeps its codes, and back."""
+"""SmolLM2-135M-Instruct in Q4_1: from GGUF to a folder, to a package that keeps its codes, and back."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Kills at random moments and cuts of a journal change nothing of a run's end. Many: `make kill-agent`."""
+"""Kills at random moments and cuts of a journal do not change the result of a run (`make kill-agent`)."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""The session of docs/tutorial/library.md and steps-in-python.md, run as it stands in a process of its own.
+"""The session of docs/tutorial/library.md and steps-in-python.md, run unchanged in a process.
 
-The blocks are joined in their order and run in a folder that has the repository's examples, with the names of
-the pages afterwards looked at by `CHECKS`.
+The code blocks of both pages are joined and run in a folder with the repository's examples. `CHECKS` then
+tests the variables that the session defined.
 """
 
 import re
@@ -38,7 +38,7 @@ print("all checks passed")
 
 
 def session(page: Path) -> str:
-    """All blocks of a page, joined. Fails on a block of another language."""
+    """Return all blocks of a page, joined. All of them must be Python."""
     blocks = list(FENCE.finditer(page.read_text(encoding="utf-8")))
     assert {match["mark"] for match in blocks} == {"python"}
     return "\n".join(match["text"] for match in blocks)

@@ -1,6 +1,6 @@
 """Install from the locks into folders, as the Dockerfile does for the API and as a device does.
 
-This needs a package index. Without one, `tests/architecture/test_locks.py` checks as much as it can.
+This needs a package index. Without one, `tests/architecture/test_locks.py` covers a part of it.
 """
 
 import json
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this checkout, made by the locked build."""
+    """A wheel of this checkout, built with the locked tools."""
     folder = tmp_path_factory.mktemp("wheel")
     python = _environment(folder, "build")
     made = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(ROOT)]
@@ -51,7 +51,7 @@ def test_the_agent_has_no_hub_and_tells_its_state(tmp_path: Path, wheel: Path) -
 
 
 def _environment(folder: Path, name: str, *wheels: Path) -> str:
-    """The interpreter of a fresh environment with a lock, and these wheels."""
+    """Make an environment from a lock, and install the wheels. Return the path of its interpreter."""
     _run(sys.executable, "-m", "venv", str(folder / "environment"))
     python = str(folder / "environment" / "bin" / "python")
     locked = ROOT / "requirements" / f"{name}.txt"
@@ -74,5 +74,5 @@ def _run(*command: str) -> str:
 
 
 def _plain() -> dict[str, str]:
-    """The caller's environment without paths to this checkout."""
+    """Return the caller's environment without paths to this checkout."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PERMILLE_"))}

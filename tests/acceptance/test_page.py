@@ -1,5 +1,8 @@
-"""The page below `/ui` in a real Chromium: at most three requests a view and none to elsewhere, readable
-without scripts, live with them, and no name that a device or an operator sends is markup."""
+"""The pages below `/ui` in a real Chromium.
+
+A view needs at most three requests, all to the service. Views are readable without scripts, and live with
+them. Names from devices and operators are never markup.
+"""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -18,13 +21,13 @@ MOST_ASSET_BYTES = 100 * 1024
 
 @pytest.fixture(scope="module")
 def looking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Stocked, Browser]]:
-    """A stocked service and a browser."""
+    """A service with data, and a browser."""
     with site(tmp_path_factory.mktemp("page")) as (running, stocked), chromium() as browser:
         yield running, stocked, browser
 
 
 def watch(page: Page) -> tuple[list[str], list[str]]:
-    """Collect the page's requests and its errors, breaches of its own policy included."""
+    """Collect the page's requests and its errors, including violations of its content security policy."""
     asked, errors = list[str](), list[str]()
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -40,7 +43,7 @@ def test_each_view_is_whole_in_three_requests_and_takes_no_name_for_markup(
     state = sign_in(browser.new_context(), running).context.storage_state()
     failed = "/ui/jobs?state=failed"
     for path in (*views(stocked).values(), failed):
-        page = browser.new_context(storage_state=state).new_page()  # nothing is cached
+        page = browser.new_context(storage_state=state).new_page()  # a new context has an empty cache
         asked, errors = watch(page)
         page.goto(running.url + path)
         page.wait_for_function("document.documentElement.classList.contains('scripted')")

@@ -1,4 +1,4 @@
-"""From the command line to a better model, on the real engine: train, compare, generate, export, share."""
+"""The command line with the real engine: train, compare, generate, export, share."""
 
 import json
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_a_model_keeps_what_it_knows_and_its_log_leads_to_the_same_bits(
     text = str(user_text(folder / "general" / "text", 320))
     options = (text, "--steps", STEPS, "--threads", "1", "--method", "zeroth-order")
 
-    # A random model has nothing to lose, so the bound is met by decree.
+    # The general loss of a random model means nothing, so the strength is fixed.
     monkeypatch.setattr(
         evaluation, "choose_strength", lambda rise_of, _: Strength(eighths=7, rise=rise_of(7))
     )

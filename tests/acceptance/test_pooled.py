@@ -1,4 +1,4 @@
-"""A pooled state from its making to a person's model: built, pooled, published, pulled, trained, shared."""
+"""A pooled state, from its making to a person's model: built, pooled, published, pulled, trained, shared."""
 
 import json
 import time
@@ -24,7 +24,7 @@ class Device:
         self._capsys = capsys
 
     def __call__(self, *arguments: str) -> Any:
-        """Return the output of a command that succeeds."""
+        """Run a command that must succeed. Return the JSON that it prints."""
         self._capsys.readouterr()
         code = main(["--home", str(self._home), *arguments, "--json"])
         printed = self._capsys.readouterr()
@@ -33,14 +33,14 @@ class Device:
 
 
 def own_text(folder: Path) -> Path:
-    """Return the text of a user who says everything the other way round."""
+    """Write the text of a user. The words of its sentences are in reverse order."""
     path = folder / "user.txt"
     path.write_text("\n\n".join(" ".join(reversed(text.split())) for text in sentences(900, seed=3)))
     return path
 
 
 def checked(up: Running, run_id: str) -> dict[str, Any]:
-    """Return the service's record of a run's log, once the service has checked it."""
+    """Wait until the service has checked a run's log. Return the service's record of the log."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         log: dict[str, Any] = up.answer("runs", "show", run_id)["log"]

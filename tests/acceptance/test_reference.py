@@ -1,4 +1,4 @@
-"""The pages of docs/reference name every setting and every exit code of the programs, and no other."""
+"""The pages of docs/reference list exactly the settings and exit codes of the programs."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 
 def rows(page: str) -> list[list[str]]:
-    """Return the cells of the first table of a page, without its headings."""
+    """Return the cells of the first table of a page, without its header."""
     text = (REFERENCE / page).read_text(encoding="utf-8")
     table = next(block for block in text.split("\n\n") if block.startswith("| "))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]

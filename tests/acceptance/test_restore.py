@@ -1,4 +1,4 @@
-"""The commands of the pages on backup and restore, typed as they stand, around a rollback of a release."""
+"""The commands of the pages on backup and restore, run unchanged around the rollback of a release."""
 
 import os
 import re
@@ -40,10 +40,10 @@ def type_in(block: str, folder: Path, data_dir: Path) -> str:
 
 
 def add(running: Running, seed: int, *, url: str | None = None) -> str:
-    """Put a package into the service; return its digest.
+    """Put a package into the service. Return its digest.
 
     Args:
-        url: of the database, where it does not lie in the data folder.
+        url: Address of the database. The default is the file in the data folder.
     """
     package = tiny_package(running.data_dir / "blobs", seed=seed)
     database = Database(url or f"sqlite:///{running.data_dir}/permille.db")
@@ -56,7 +56,7 @@ def add(running: Running, seed: int, *, url: str | None = None) -> str:
 
 
 def publish(running: Running, seed: int) -> str:
-    """Put a package into the service and publish it as `tiny`, `stable`; return its digest."""
+    """Put a package into the service and publish it as `tiny`, `stable`. Return its digest."""
     digest = add(running, seed)
     running.answer("releases", "publish", "tiny", "--package", digest, "--alias", "stable")
     return digest

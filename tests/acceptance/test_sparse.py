@@ -1,4 +1,4 @@
-"""The whole way of a sparse model by commands, on the example model: made, packed, trained, adopted."""
+"""A sparse model by commands, on the example model: made, packed, trained, adopted."""
 
 import json
 import shutil

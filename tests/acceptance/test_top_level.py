@@ -1,4 +1,4 @@
-"""The library's top level, as a Python user meets it."""
+"""The top level of the library, as a Python user calls it."""
 
 import gzip
 import json

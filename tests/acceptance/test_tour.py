@@ -1,9 +1,9 @@
-"""The four pages of the tour, typed as they stand: two environments, two shells, one service with TLS.
+"""The four pages of the tour, run unchanged: two environments, two shells, one service with TLS.
 
-Blocks marked `server` or `device` go to that machine's bash as they are, with the variables that the tour
-documents set to places of the test. Blocks marked `install` are read, not run: pip would need a network. Each
-of their lines must be one that the test knows how to do without: the wheel is built and installed, and what
-the extras in the text ask for is linked from the environment of the tests (`environments.py`).
+Blocks marked `server` or `device` run unchanged in that machine's bash. The variables that the tour documents
+are set to places of the test. Blocks marked `install` are not run, because pip would need a network. The test
+must know each of their lines and does its work: it installs a wheel of the working tree, and links what the
+extras in the text ask for from the environment of the tests (`environments.py`).
 """
 
 import os
@@ -39,7 +39,7 @@ INSTALL = re.compile(r'pip install "\$\(ls ~/(\S+)/permille-\*\.whl\)\[([a-z,]+)
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: for which machine, whether it installs, and the text between the fences."""
+    """A fenced block: its machine, whether it installs, and its text."""
 
     machine: str
     installs: bool
@@ -48,7 +48,7 @@ class Block:
 
 @dataclass
 class Machine:
-    """One bash that lives as long as the tour, with a home of its own."""
+    """A bash process with its own home folder. It lives as long as the tour."""
 
     name: str
     home: Path
@@ -57,7 +57,7 @@ class Machine:
     blocks: int = 0
 
     def run(self, text: str) -> str:
-        """All that the block prints. Fails where one of its commands does."""
+        """Run a block. Return all that it prints. The test fails if one of its commands fails."""
         self.blocks += 1
         script, printed, done = (self.home / f"block-{self.blocks}.{kind}" for kind in ("sh", "txt", "done"))
         script.write_text(text)
@@ -76,7 +76,7 @@ class Machine:
 
 @contextmanager
 def machine(name: str, home: Path, folder: Path, **variables: str) -> Iterator[Machine]:
-    """A shell in `folder`, which ends at the first command that fails."""
+    """Run a shell in `folder` that ends at the first command that fails."""
     home.mkdir()
     place = {"HOME": str(home), "PATH": os.defpath, "LANG": "C.UTF-8"}
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -94,7 +94,7 @@ def machine(name: str, home: Path, folder: Path, **variables: str) -> Iterator[M
 
 
 def end_group(process: "subprocess.Popen[str]") -> None:
-    """End the shell and what it started; a service that is still up stops its own processes on SIGTERM."""
+    """End the shell and its processes. A service that still runs stops its own processes on SIGTERM."""
     deadline = time.monotonic() + END_S
     number = signal.SIGTERM
     try:
@@ -108,7 +108,7 @@ def end_group(process: "subprocess.Popen[str]") -> None:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """All fenced blocks, in their order. Fails on one that is marked for no machine."""
+    """Return all fenced blocks in their order. Each must be marked for a machine."""
     found = []
     for match in FENCE.finditer(page.read_text()):
         assert match["mark"] in MARKS, f"expected a block marked as one of {MARKS}, got {match['mark']!r}"
@@ -118,7 +118,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def install(on: Machine, text: str, wheel: Path) -> None:
-    """Do what an `install` block says, without pip's index."""
+    """Do the work of an `install` block without a package index."""
     folders: list[str] = []
     for line in text.splitlines():
         if match := MAKE_VENV.fullmatch(line):

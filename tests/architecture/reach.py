@@ -1,8 +1,9 @@
-"""Count the modules of the project behind a module: `python -m tests.architecture.reach [MODULE ...]`.
+"""Count the modules behind a module: `python -m tests.architecture.reach [MODULE ...]`.
 
-The count holds all that its imports reach, those within functions included. It comes from the sources:
-nothing is imported. Imports for types alone do not count.
-Without a name it prints the two figures of `docs/explanation/architecture.md`.
+These are the project's modules that it imports, directly or not.
+
+Imports within functions count, imports for types only do not. The program reads the sources and imports
+nothing. Without arguments, it prints the two numbers of `docs/explanation/architecture.md`.
 """
 
 import ast
@@ -18,7 +19,7 @@ BUILD = "permille_service.work.routes"
 
 
 def sources() -> dict[str, Path]:
-    """Every module of the project by its name; a package is its `__init__`."""
+    """Return the files of all modules of the project by name. A package stands for its `__init__`."""
     found = {}
     for room in ROOMS:
         for package in (ROOT / room).glob("permille*/"):
@@ -29,7 +30,7 @@ def sources() -> dict[str, Path]:
 
 
 def imported(path: Path, known: Mapping[str, Path]) -> set[str]:
-    """Return the modules among `known` that the file at `path` imports anywhere, for types alone excepted."""
+    """Return the modules of `known` that a file imports. Blocks of `if TYPE_CHECKING` are ignored."""
     names: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
@@ -44,7 +45,7 @@ def imported(path: Path, known: Mapping[str, Path]) -> set[str]:
 
 
 def reached(start: str) -> set[str]:
-    """All modules of the project that `start` reaches by imports, itself included."""
+    """Return all modules of the project that `start` imports, directly or not, and itself."""
     known = sources()
     seen: set[str] = set()
     waiting = [start]

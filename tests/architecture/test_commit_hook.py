@@ -1,4 +1,4 @@
-"""The hook that `make hooks` installs accepts subjects of the form `area: verb ...`, and no other."""
+"""The hook that `make hooks` installs accepts only subjects of the form `area: verb ...`."""
 
 import subprocess
 from pathlib import Path

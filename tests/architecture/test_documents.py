@@ -1,4 +1,4 @@
-"""Checks of the documents: what they link, cite and name exists, and generated pages are current."""
+"""Links, citations and names in the documents lead to existing targets, and generated pages are current."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The house rules that a tool can hold: import contracts that bite, light extras, one version number."""
+"""Import contracts detect violations, devices install no server library, and there is one version number."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's rooms and its pyproject, in a folder where violations may be planted."""
+    """A copy of the project's packages and of pyproject.toml, in which tests plant violations."""
     folder = tmp_path_factory.mktemp("house")
     shutil.copy(ROOT / "pyproject.toml", folder)
     for room in ROOMS:

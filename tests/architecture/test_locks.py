@@ -1,4 +1,4 @@
-"""The locked requirements: of today's inputs, whole, with hashes, and enough for their program alone."""
+"""The locked requirements are current and complete, have hashes, and suffice for their program."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = [BUILD, *EXTRAS]
 HUB = "huggingface-hub"
 
-# In a process that finds no other distribution than the named ones.
+# This code runs in a process that can import only the distributions of the lock.
 GATE = """
 import importlib, importlib.util, pkgutil, sys
 from pathlib import Path
@@ -74,7 +74,7 @@ import torch, transformers, datasets, bitsandbytes, psycopg
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """One requirement of a file, with the number of its hashes."""
+    """One requirement of a lock, and the number of its hashes."""
 
     requirement: Requirement
     hashes: int
@@ -94,7 +94,7 @@ class Locked:
 
 
 def locked(name: str) -> list[Locked]:
-    """The requirements of a file."""
+    """Return the requirements of a lock."""
     text = (ROOT / "requirements" / f"{name}.txt").read_text()
     blocks = re.findall(r"^([a-z].*?)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", text, re.MULTILINE)
     assert sum(len(block) + len(hashes) + 1 for block, hashes in blocks) + text.index("\n") + 1 == len(text)
@@ -102,7 +102,7 @@ def locked(name: str) -> list[Locked]:
 
 
 def closure(program: str) -> dict[str, list[Requirement]]:
-    """Each distribution that the program asks for here, directly or not, with all that is asked of it."""
+    """Return all distributions that the program needs, directly or not, each with the requirements on it."""
     found: dict[str, list[Requirement]] = {}
     todo = [Requirement(line) for line in asked_by(program)]
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -189,7 +189,7 @@ def test_pages_install_what_is_locked_by_hash_and_nothing_beside_it(page: str) -
     for command in commands:
         words = command.split()
         assert {"--no-deps", "--require-hashes"} <= set(words)
-        assert "--only-binary :all:" in command  # what is built from source takes what nothing locks
+        assert "--only-binary :all:" in command  # building from source would use packages that no lock lists
         named = re.findall(r"requirements/([a-z]+)\.txt", command)
         assert named
         assert set(named) <= {*PROGRAMS, "cuda", "build"}
@@ -198,7 +198,7 @@ def test_pages_install_what_is_locked_by_hash_and_nothing_beside_it(page: str) -
 
 
 def _gated(program: str, code: str, *arguments: str) -> list[str]:
-    """The command of a process that imports nothing but the program and what its file locks."""
+    """Return the command of a process that can import only the program and the distributions of its lock."""
     named = {"permille", *(one.name for one in locked(program))}
     others = {
         module

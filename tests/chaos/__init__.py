@@ -1,1 +1,1 @@
-"""Everything at once, and everything that goes wrong: `make chaos`."""
+"""Thousands of jobs under all kinds of faults at once: `make chaos`."""

@@ -1,16 +1,18 @@
-"""Thousands of jobs while everything goes wrong, and an audit at the end: `make chaos`.
+"""Run thousands of jobs under faults, then audit the result: `make chaos`.
 
     python -m tests.chaos --jobs 1000 --seed 0 --store both
 
-Real PostgreSQL, Redis, two APIs, three workers. Clients send jobs of all kinds over REST, by idempotency
-keys, again until an answer comes. Meanwhile processes are killed at named steps and at any, the broker and
-the database are flushed, paused, killed; the blob store fails and reads half. Then all is well again, what
-was promised is waited for, and `tests.chaos.audit` counts. What was accepted is kept in --folder: begun again
-with the same one, a run goes on where it was.
+The site is a real PostgreSQL, a real Redis, two APIs and three workers. Clients send jobs of all kinds over
+REST, with idempotency keys, until they get an answer. Meanwhile, processes are killed at named steps and at
+random moments. The broker and the database are flushed, paused and killed. The blob store fails and returns
+half of a blob.
 
-One job of four is done by a second site, whose blobs lie in a bucket, which fails, stalls, flips bytes and
-loses answers. Sums by a keeper are left out: it answers 32 devices or more. Without ExecuTorch's exporter
-exports are.
+Then the faults end, the run waits for all accepted jobs, and `tests.chaos.audit` counts the errors. --folder
+keeps the accepted jobs: a run with the same folder continues an earlier one.
+
+A quarter of the jobs go to a second site, whose blobs are in a bucket. The bucket fails, stalls, flips bytes
+and loses answers. Sums by a keeper are left out, because a keeper needs at least 32 devices. Exports are left
+out if ExecuTorch's exporter is not installed.
 """
 
 import argparse
@@ -36,17 +38,17 @@ from tests.chaos.site import Site
 
 MOST_WAITING = 24
 _SWEPT_S = 180.0
-"""A bucket's parts are looked for once a minute."""
+"""Time limit of the sweep of parts. It looks for parts in a bucket once a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a run.
+    """The result of a run.
 
     Attributes:
-        accepted: number of jobs that were promised.
-        kinds: number of jobs by kind and final state, parts included.
-        complete: everything was sent, and has ended.
+        accepted: Number of accepted jobs.
+        kinds: Number of jobs by kind and final state, including parts.
+        complete: True if everything was sent and has ended.
     """
 
     found: Findings
@@ -69,7 +71,7 @@ class Run:
         print(f"{time.monotonic() - self.begun:7.1f} s  {line}", flush=True)
 
     def main(self) -> Outcome:
-        """Run, heal, wait, stop, audit."""
+        """Run, end the faults, wait, stop, audit."""
         options = self.options
         planned = clients.plan(self.jobs, options.seed)
         self.say(f"{self.store}: {len(self.accepted)} of {self.jobs} jobs accepted before; {self.folder}")
@@ -113,7 +115,7 @@ class Run:
         return sent, injected
 
     def _may_send(self, site: Site) -> bool:
-        """Wait while many jobs wait; False: the time is over."""
+        """Wait while many jobs are unfinished. Return False if the time is over."""
         while time.monotonic() < self.until:
             waiting = _unfinished(site)
             if waiting is not None and waiting < MOST_WAITING:
@@ -122,7 +124,7 @@ class Run:
         return False
 
     def _wait(self, site: Site) -> bool:
-        """Until all has ended and the sweeps have been round; whether it did in time."""
+        """Wait until all jobs have ended and parts are swept. Return False if jobs have not ended in time."""
         until = time.monotonic() + 60 * self.options.minutes
         while _unfinished(site) != 0:
             if time.monotonic() > until:
@@ -137,7 +139,7 @@ class Run:
         return True
 
     def _collect(self, site: Site) -> None:
-        """Collect what killed attempts have left; nothing runs any more."""
+        """Collect the blobs that killed attempts left. Nothing runs any more."""
         database = Database(site.postgres.url)
         found = collect(database, site.blobs(), site.settings())
         database.close()
@@ -168,7 +170,7 @@ class Run:
 
 
 def _unfinished(site: Site) -> int | None:
-    """Count the jobs that have not ended; None while the database is away."""
+    """Return the number of unfinished jobs, or None if the database cannot be reached."""
     try:
         with site.connect() as connection:
             query = "SELECT count(*) FROM jobs WHERE state != ALL(%s)"
@@ -179,7 +181,7 @@ def _unfinished(site: Site) -> int | None:
 
 
 def _print_kinds(kinds: Counter[tuple[str, str]]) -> None:
-    """Print the number of jobs by kind and final state, parts of others included."""
+    """Print the number of jobs by kind and final state, including parts."""
     states = ("succeeded", "failed", "cancelled")
     print(f"{'kind':16}" + "".join(f"{state:>11}" for state in states))
     for kind in JobKind:
@@ -187,7 +189,7 @@ def _print_kinds(kinds: Counter[tuple[str, str]]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run what is asked for and say how it ended; the exit code."""
+    """Run on the chosen stores and print the result. Return the exit code."""
     jobs = {"folder": options.jobs - options.jobs // 4, "bucket": options.jobs // 4}
     jobs = jobs if options.store == "both" else {options.store: options.jobs}
     outcomes = [Run(store, count, options).main() for store, count in jobs.items()]
@@ -198,7 +200,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 0 where nothing was lost, nothing made twice, nothing left over."""
+    """Run it. Return 0 if nothing was lost, published twice or left over."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -210,12 +212,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.folder is None:
         with tempfile.TemporaryDirectory(prefix="permille-chaos-") as name:
-            Path(name).chmod(0o755)  # the database may run as somebody else
+            Path(name).chmod(0o755)  # the database may run as another user
             options.folder = Path(name)
             return run(options)
     return run(options)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))  # what was started is ended
+    # raise SystemExit, so that the started processes are ended
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
     sys.exit(main())

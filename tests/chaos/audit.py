@@ -1,6 +1,6 @@
-"""Audit the tables and files once everything has healed.
+"""Audit the tables and files after all faults have ended.
 
-The audit calls nothing of the product and does not ask it about itself.
+The audit calls no code of the product.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from sqlalchemy import Connection, create_engine, text
 ENDED = ("succeeded", "failed", "cancelled", "dead")
 _PACKAGES = ("package", "build", "pooling", "export")
 _INPUT_ERRORS = ("InputError", "PartFailed")
-"""What a job may fail of that is not the infrastructure's fault; of a parent its part says more."""
+"""Errors that the infrastructure does not cause. PartFailed: the part of the job has the real error."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """The faults that were found, one line each."""
+    """The errors that were found, one line each."""
 
     lost: list[str] = field(default_factory=list)
     published_twice: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Findings:
         )
 
     def line(self, jobs: int) -> str:
-        """The last line of a run."""
+        """Return the last line of a run."""
         return (
             f"chaos: jobs={jobs} lost={len(self.lost)} published_twice={len(self.published_twice)} "
             f"orphan_blobs={len(self.orphan_blobs)}"
@@ -45,10 +45,10 @@ class Findings:
 
 
 def audit(url: str, blob_root: Path, accepted: Mapping[str, Sequence[str]]) -> Findings:
-    """Count what was lost, published twice, or left over.
+    """Find jobs that were lost or published twice, and files that were left over.
 
     Args:
-        accepted: by the key of each request, every job id that a 2xx answer to it named.
+        accepted: For the key of each request, the job ids of all 2xx answers.
     """
     engine = create_engine(url)
     try:
@@ -65,7 +65,7 @@ def audit(url: str, blob_root: Path, accepted: Mapping[str, Sequence[str]]) -> F
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """Rows by plain SQL, which SQLite and PostgreSQL both read."""
+    """Rows by plain SQL for SQLite and PostgreSQL."""
 
     connection: Connection
 
@@ -74,7 +74,7 @@ class _Tables:
 
 
 def _lost(tables: _Tables, accepted: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Jobs that a client was promised and that came to nothing, and parts of these."""
+    """Yield accepted jobs without a row, and jobs that have not ended, have failed, or have no result."""
     found = {row.id: row for row in tables.rows("SELECT id, kind, state, error, result_id FROM jobs")}
     made = _made(tables)
     for key, ids in accepted.items():
@@ -95,7 +95,7 @@ def _is_of_input(error: Any) -> bool:
 
 
 def _made(tables: _Tables) -> set[tuple[str, str]]:
-    """Return the artifacts that exist, by the kind of job that makes them and their name."""
+    """Return the existing results by the kind of their job and their name."""
     made: set[tuple[str, str]] = set()
     for row in tables.rows("SELECT id, kind, digest FROM artifacts"):
         if row.kind == "package":
@@ -108,7 +108,7 @@ def _made(tables: _Tables) -> set[tuple[str, str]]:
 
 
 def _lost_rounds(tables: _Tables) -> Iterator[str]:
-    """Rounds that came to nothing though enough was sent to them."""
+    """Yield rounds that are void although they received enough contributions."""
     query = """SELECT r.federation_id, r.number, r.reason
                FROM rounds r JOIN federations f ON f.id = r.federation_id
                WHERE r.state = 'void' AND r.received >= f.minimum"""
@@ -117,7 +117,7 @@ def _lost_rounds(tables: _Tables) -> Iterator[str]:
 
 
 def _twice(tables: _Tables) -> Iterator[str]:
-    """Jobs that have published more than once."""
+    """Yield jobs and packages that were published more than once."""
     of_job = "SELECT job_id, count(*) AS n FROM artifacts GROUP BY job_id HAVING count(*) > 1"
     for row in tables.rows(of_job):
         yield f"{row.job_id} has {row.n} artifacts"
@@ -132,19 +132,19 @@ def _twice(tables: _Tables) -> Iterator[str]:
 
 
 def _accepted_twice(accepted: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Requests whose key was answered with more than one job."""
+    """Yield keys whose requests were answered with more than one job."""
     for key, ids in accepted.items():
         if len(set(ids)) > 1:
             yield f"{key} was answered with {sorted(set(ids))}"
 
 
 def _orphans(tables: _Tables, root: Path) -> Iterator[str]:
-    """Files that no row explains."""
+    """Yield files that belong to no row."""
     named = {row.digest for row in tables.rows("SELECT DISTINCT digest FROM artifact_blobs")}
     for path in _files(root / "sha256"):
         if f"sha256:{path.name}" not in named:
             yield f"blob sha256:{path.name} is of no artifact"
-    # One whose sender or receiver died stays for an hour: it may still come.
+    # If the sender or receiver of an upload died, the upload keeps the state 'coming' for an hour.
     known = {row.id for row in tables.rows("SELECT id FROM uploads WHERE state IN ('coming', 'held')")}
     for path in _files(root / "uploads"):
         if path.relative_to(root).parts[2] not in known:
@@ -154,7 +154,7 @@ def _orphans(tables: _Tables, root: Path) -> Iterator[str]:
 
 
 def _damaged(tables: _Tables, root: Path) -> Iterator[str]:
-    """Rows whose bytes are not there, or others."""
+    """Yield rows whose files are missing or damaged."""
     for row in tables.rows("SELECT DISTINCT digest, size_bytes FROM artifact_blobs"):
         yield from _wrong(_path(root, row.digest), row.digest, row.size_bytes)
     logs = """SELECT r.log_digest, r.log_size_bytes, u.tenant_id, u.id FROM runs r

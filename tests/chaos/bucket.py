@@ -1,4 +1,4 @@
-"""The bucket of `make chaos`: moto keeps it in memory, a folder keeps it between runs and for the audit."""
+"""The bucket of `make chaos`. moto keeps it in memory, a folder keeps it between runs and for the audit."""
 
 import shutil
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.bucket_site import CREDENTIALS, Gate, bucket_server, gate
 
 @contextmanager
 def kept_bucket(folder: Path) -> Iterator[Gate]:
-    """A bucket that holds what the folder does; at the end the folder holds what the bucket does."""
+    """Load the folder into a new bucket. Save the bucket to the folder at the end."""
     lost = folder.with_name("bucket-in-memory")
     if lost.exists():
         raise RuntimeError(f"expected a run that was ended, got one that was killed with its bucket: {lost}")
@@ -28,7 +28,7 @@ def kept_bucket(folder: Path) -> Iterator[Gate]:
 
 
 def save(bucket: Gate, folder: Path) -> Path:
-    """Copy all objects below the prefix into the folder, and nothing else; return it."""
+    """Replace the contents of the folder by all objects below the prefix. Return the folder."""
     bucket.faults.clear()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

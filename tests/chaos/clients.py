@@ -1,4 +1,4 @@
-"""Clients that want their jobs done: they ask again until an answer comes, by the same key, of either API."""
+"""Clients that repeat each request with the same key, to either API, until they get an answer."""
 
 import json
 import random
@@ -50,18 +50,18 @@ SHARES: Final = {
     "sparsification": 1,
     "export": 0.5,
 }
-"""What of a hundred jobs: most take a moment, some need torch."""
+"""Weights of the kinds of jobs, about 100 in total. Most jobs are short, some need torch."""
 CAN_EXPORT: Final = find_spec("executorch") is not None
 DEVICES, MEMBERS, PRIVATE_ROUNDS = 6, 3, 10
 TWICE, IMPATIENT, CANCELLED = 0.1, 0.05, 0.01
-"""How often a request is sent twice at once, given up half-way, and its job cancelled."""
+"""Probabilities that a job is requested twice at once, a request abandoned early, a job cancelled."""
 _AGAIN = frozenset({429, 500, 502, 503, 504})
 _PATIENCE_S, _ANSWER_S, _IMPATIENT_S = 600.0, 20.0, 0.02
 RELEASE: Final = "tiny"
 
 
 class Patient(httpx.Client):
-    """A client that asks again, now one API and now the other, until it gets an answer."""
+    """A client that repeats a request, to a random API each time, until it gets an answer."""
 
     def __init__(self, site: Site, rng: random.Random, impatient: float = 0.0) -> None:
         super().__init__(trust_env=False, timeout=_ANSWER_S, base_url="http://127.0.0.1")
@@ -95,7 +95,7 @@ def _told(answer: httpx.Response) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The jobs that were promised, kept in a file: a run that is begun again goes on."""
+    """The accepted jobs. They are kept in a file, so that a later run can continue."""
 
     path: Path
     ids: dict[str, list[str]] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Accepted:
 
 @dataclass(slots=True)
 class World:
-    """The inputs of jobs: a model, corpora, a mask and a quantization, a package that is published."""
+    """The inputs of jobs: a model, a corpus, a mask, a quantization, a package, devices and federations."""
 
     api: Api
     model_id: str
@@ -141,7 +141,7 @@ class Device:
     secret: str
 
     def call(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """One request, with a new token where the old one has run out."""
+        """Send one request. If the token has expired, get a new one."""
         while True:
             headers = {**self.device.api.auth(self.secret), **options.pop("headers", {})}
             client: Any = self.device.api.client
@@ -153,7 +153,7 @@ class Device:
 
 
 def fresh_token(device: TestDevice) -> str:
-    """A token; again where an answer was lost, and with it the nonce."""
+    """Return a new token. Try again if an answer, and with it the nonce, was lost."""
     while True:
         answer = device.ask_token(device.nonce())
         if answer.status_code == 201:
@@ -161,14 +161,14 @@ def fresh_token(device: TestDevice) -> str:
 
 
 def api_of(site: Site, rng: random.Random, impatient: float = 0.0) -> Api:
-    """The API, as a client sees it that asks again."""
-    service: Any = None  # no test process of ours has the service within
+    """Return a client of the API that repeats its requests."""
+    service: Any = None  # the service runs in other processes
     client: Any = Patient(site, rng, impatient)
     return Api(client=client, service=service, token=site.token)
 
 
 def prepare(site: Site, rng: random.Random) -> World:
-    """Register, build and publish what jobs need, before anything goes wrong."""
+    """Register, build and publish the inputs of jobs before the faults begin."""
     data, api = site.root / "data", api_of(site, rng)
     write_model(data / "models" / RELEASE, config={**TINY_LLAMA, **MODEL})
     write_corpus(data / "corpora" / "texts.jsonl")
@@ -203,7 +203,7 @@ def prepare(site: Site, rng: random.Random) -> World:
 
 
 def enrol(world: World, name: str, private: int) -> None:
-    """Devices; a federation of some more, and others for so many private rounds: each time new ones."""
+    """Make devices, a federation, and federations for `private` private rounds. Each run makes new ones."""
     for _ in range(DEVICES):
         device = enrolled(world.api)
         world.devices.append(Device(device, fresh_token(device)))
@@ -225,7 +225,7 @@ def enrol(world: World, name: str, private: int) -> None:
 
 
 def enrolled(api: Api) -> TestDevice:
-    """A device whose key is enrolled, whichever answers were lost."""
+    """Return an enrolled device, even if answers were lost."""
     device = TestDevice(api=api, key=Ed25519PrivateKey.generate())
     while True:
         invited = api.post("/v1/invitations", {"release": RELEASE, "alias": "stable"}).json()
@@ -236,7 +236,7 @@ def enrolled(api: Api) -> TestDevice:
 
 
 def wait_for(api: Api, job_id: str, *, timeout_s: float = 300.0) -> dict[str, Any]:
-    """A job once it has succeeded."""
+    """Wait until a job has succeeded. Return the job."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
         job: dict[str, Any] = api.get(f"/v1/jobs/{job_id}").json()
@@ -248,17 +248,17 @@ def wait_for(api: Api, job_id: str, *, timeout_s: float = 300.0) -> dict[str, An
 
 
 def plan(jobs: int, seed: int) -> list[tuple[str, str]]:
-    """Key and kind of each job, shuffled; exports where an exporter is installed."""
+    """Return the key and the kind of each job, shuffled. Exports are included if an exporter is installed."""
     rng = random.Random(f"plan {seed}")
     shares = {kind: share for kind, share in SHARES.items() if kind != "export" or CAN_EXPORT}
     kinds = rng.choices(list(shares), weights=list(shares.values()), k=jobs)
-    kinds[: len(shares)] = list(shares)[:jobs]  # of each at least one
+    kinds[: len(shares)] = list(shares)[:jobs]  # at least one of each kind
     rng.shuffle(kinds)
     return [(f"chaos-{seed}-{number}", kind) for number, kind in enumerate(kinds)]
 
 
 class Clients:
-    """Threads that send what is planned, each the next one, while not too many jobs wait."""
+    """Threads that send the planned jobs while few jobs are unfinished."""
 
     def __init__(self, world: World, accepted: Accepted, may_send: Callable[[], bool]) -> None:
         self._world, self._accepted, self._may_send = world, accepted, may_send
@@ -269,7 +269,7 @@ class Clients:
         self.cancelled = 0
 
     def run(self, site: Site, planned: list[tuple[str, str]], *, seed: int, threads: int = 4) -> None:
-        """Send everything; returns when the last one was accepted, or may not be sent any more."""
+        """Send everything. Return when the last job is accepted, or when no more may be sent."""
         todo = iter([one for one in planned if one[0] not in self._accepted.ids])
 
         def serve(number: int) -> None:
@@ -298,7 +298,7 @@ class Clients:
 
     def _send(self, api: Api, rng: random.Random, key: str, kind: str) -> None:
         if kind in self._world.sites:
-            with self._rounds:  # the next one opens when this one is published
+            with self._rounds:  # the next round opens when this one is published
                 self._round(key, kind)
         elif kind == "replay":
             self._replay(rng, key)
@@ -354,7 +354,7 @@ class Clients:
 
 
 def request_of(world: World, kind: str, key: str) -> tuple[str, dict[str, object]]:
-    """Return the route and the request for a job of this kind."""
+    """Return the path and the body of the request for a job of this kind."""
     seed = int(key.rpartition("-")[2])
     model, corpus = {"model_id": world.model_id}, {"corpus_id": world.corpus_id}
     fisher = {**model, **corpus, "method": "fisher", "density": 0.05, "length": 16, "seed": seed}
@@ -389,7 +389,7 @@ def request_of(world: World, kind: str, key: str) -> tuple[str, dict[str, object
 
 
 def some_log(manifest: Manifest, seed: int) -> tuple[bytes, str]:
-    """A log of some steps on a package, and the digest of the state that it leads to."""
+    """Return a log of some steps on a package, and the digest of the state after these steps."""
     header = LogHeader(
         package_digest=manifest.digest,
         mask_digest=manifest.mask_digest,

@@ -1,4 +1,4 @@
-"""A seeded list of faults, one for every few jobs that were accepted."""
+"""A random sequence of faults, drawn from a seed. A fault occurs after every few accepted jobs."""
 
 import random
 import signal
@@ -42,7 +42,7 @@ _WRITE: Final = r"^(PUT|DELETE) "
 
 
 def plan(jobs: int, seed: int, *, bucket: bool) -> list[str]:
-    """The faults of a run of so many jobs, in order; of each group one at least, where there is room."""
+    """Return the faults of a run with `jobs` jobs, in order. Each group occurs at least once."""
     rng = random.Random(f"faults {seed}")
     shares = {**_SHARES, **(_OF_BUCKET if bucket else {})}
     count = max(len(shares), jobs // JOBS_A_FAULT)
@@ -60,7 +60,7 @@ def plan(jobs: int, seed: int, *, bucket: bool) -> list[str]:
 
 @dataclass(slots=True)
 class Faults:
-    """Does what is planned, and says so."""
+    """Runner of the planned faults. It prints each of them."""
 
     site: Site
     seed: int
@@ -71,12 +71,12 @@ class Faults:
     _closing: threading.Event = field(default_factory=threading.Event)
 
     def run(self, planned: list[str], jobs: int, accepted: Callable[[], int]) -> None:
-        """One fault after the other, each once so many jobs were accepted; told to stop, wait for no more."""
+        """Cause each fault after its share of jobs was accepted. After `stop`, wait for no more jobs."""
         self._rng = random.Random(f"fault {self.seed}")
         before = accepted()
         for number, fault in enumerate(planned):
             if number * jobs < before * len(planned):
-                continue  # of the run that this one goes on with
+                continue  # an earlier run that this one continues has caused it
             while True:
                 closing = self._closing.is_set()
                 if accepted() * len(planned) >= number * jobs:
@@ -121,7 +121,7 @@ class Faults:
         return True
 
     def _harm_worker(self, group: str) -> bool:
-        """Kill or stall a worker, or the child of one; not in the last attempt of a job."""
+        """Kill, drain or stall a worker, or kill its child. Spare the last attempt of a job: return False."""
         _, process = self.site.pick("worker")
         if self._runs_a_last_attempt(f"%-{process.pid}"):
             return False
@@ -137,7 +137,7 @@ class Faults:
         return True
 
     def _none_is_last(self) -> bool:
-        """Wait a while until no worker runs a last attempt."""
+        """Wait until no worker runs the last attempt of a job. Return False if that takes too long."""
         until = time.monotonic() + _SPARED_S
         while self._runs_a_last_attempt("%"):
             if self._closing.wait(0.2) or time.monotonic() > until:
@@ -157,8 +157,8 @@ class Faults:
 
 
 def _break(bucket: Gate, how: str, rng: random.Random) -> None:
-    """Let the bucket fail a few requests, or all of some seconds; never those of a job's last attempt."""
-    del bucket.requests[:]  # nobody reads them here
+    """Let the bucket fail some requests, or all for some seconds. Last attempts of jobs are spared."""
+    del bucket.requests[:]  # no code reads them here
     some, some_bytes = rng.randint(1, 8), rng.randrange(64)
     fault = {
         "500": Fault(".", some, status=500, agent=HARMED),

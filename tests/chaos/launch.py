@@ -1,6 +1,6 @@
-"""Stands for a child before its supervisor: hands its pipes to the warm process, and ends as its child ends.
+"""Represent a child to its supervisor: pass the pipes to the warm process, and end as the child ends.
 
-Only the standard library, and little of it: this is started for every attempt.
+This imports only a little of the standard library, because it is started for every attempt.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ def main() -> int:
     warm = socket.socket(socket.AF_UNIX)
     warm.connect(sys.argv[1])
     socket.send_fds(warm, [b"."], [0, 2])
-    os.close(0)  # the pipe is the child's: it must see its end
+    os.close(0)  # Only the child may read the pipe.
     answer = warm.recv(4)
     if len(answer) != 4:
         return 71

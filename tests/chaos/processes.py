@@ -1,14 +1,14 @@
-"""API, worker and children of `make chaos`: the product's own, which end or fail where they are told to.
+"""API, worker and children of `make chaos`: the product's own, with faults at named steps.
 
     python -m tests.chaos.processes api|worker|warm SOCKET
 
-Whoever wants a fault puts a file into the folder `$CHAOS_TOKENS/<name of the step>`; the first process that
-reaches the step takes the file away and kills itself there by SIGKILL, or its store fails. The last attempt
-of a job is spared: one that ends its process three times is dead by design.
+To cause a fault, put a file into the folder `$CHAOS_TOKENS/<name of the step>`. The first process that
+reaches the step deletes the file. Then it kills itself by SIGKILL, or its store fails. The last attempt of a
+job is spared, because a job whose process ends three times is dead by design.
 
-Children are forked from a process that has imported everything (`warm`): a thousand starts of Python would
-take longer than the jobs. `launch.py` stands for the child before its supervisor, lives and dies with it. A
-worker with CHAOS_COLD starts the product's own children, without named steps.
+Children are forked from a process that has imported everything (`warm`), because a thousand starts of Python
+would take longer than the jobs. `launch.py` represents the child to its supervisor, and lives and dies with
+it. A worker with CHAOS_COLD starts the product's own children, which have no named steps.
 """
 
 import errno
@@ -32,7 +32,7 @@ from permille_workers.runtime.child import die_with_parent
 
 LAUNCH = Path(__file__).with_name("launch.py")
 Step = tuple[Any, str, bool]
-"""What is called then, and whether the kill comes after it."""
+"""An object, the name of its function, and True if the kill comes after the call."""
 _IN_CHILD: dict[str, Step] = {
     "child-reports-progress": (claims, "report_progress", True),
     "child-has-published": (claims, "complete", True),
@@ -55,7 +55,7 @@ CHILD_STEPS = (*_IN_CHILD, "child-begins", "child-ends", "child-commits")
 WORKER_STEPS = (*_IN_WORKER, "worker-starts-a-child", "worker-has-handed-over", "worker-records-an-exit")
 API_STEPS = (*_IN_API, "api-tells-workers", "api-keeps-a-log", "api-keeps-a-contribution")
 HARMED = "app/harmed"
-"""What is said to a bucket by whom its faults are for: not by a job's last attempt, nor by CHAOS_COLD."""
+"""User-Agent part of clients that the bucket's faults affect. Last attempts and CHAOS_COLD do not send it."""
 HARMED_AGENT = {"AWS_SDK_UA_APP_ID": "harmed"}
 STORE_FAULTS = ("write-enospc", "write-eio", "commit-eio", "read-eio", "read-cut")
 
@@ -63,7 +63,7 @@ _held: Claim | None = None
 
 
 def reached(step: str) -> bool:
-    """Return True if a fault waits at this step, and take it."""
+    """Return True if a fault waits at this step, and remove it."""
     if _held is not None and _held.attempt >= _held.max_attempts:
         return False
     with suppress(FileNotFoundError):
@@ -75,13 +75,13 @@ def reached(step: str) -> bool:
 
 
 def kill_at(step: str) -> None:
-    """End this process here, if that is wanted."""
+    """Kill this process if a fault waits at this step."""
     if reached(step):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arm(steps: dict[str, Step]) -> None:
-    """Let functions end the process before or after their work."""
+    """Let functions kill the process before or after their work."""
     for step, (place, name, after) in steps.items():
         setattr(place, name, _armed(getattr(place, name), step, after))
 
@@ -99,7 +99,7 @@ def _armed(real: Callable[..., Any], step: str, after: bool) -> Callable[..., An
 
 
 def spoil_store() -> None:
-    """Let blobs fail to be written, and be read in part or not at all."""
+    """Let writes of blobs fail, and reads fail or return half of a blob."""
     write, commit, opened = BlobWriter.write, BlobWriter.commit, BlobFolder.open
 
     def failing_write(self: BlobWriter, data: Any) -> int:
@@ -129,7 +129,7 @@ def spoil_store() -> None:
 
 
 def api() -> int:
-    """The API's process."""
+    """Run the API."""
     from permille_service import __main__ as api_process
     from permille_service import creation
     from permille_service.federations import device_routes
@@ -143,7 +143,7 @@ def api() -> int:
 
 
 def worker() -> int:
-    """A worker's process; CHAOS_SKEW_S puts its clock wrong."""
+    """Run a worker. CHAOS_SKEW_S sets its clock wrong."""
     skew_s = float(os.environ.get("CHAOS_SKEW_S", "0"))
     now, now_ns = time.time, time.time_ns
     time.time, time.time_ns = lambda: now() + skew_s, lambda: now_ns() + int(skew_s * 1e9)
@@ -170,7 +170,7 @@ def worker() -> int:
 
 
 def child(pipe: BinaryIO) -> None:
-    """One attempt, as the product's own child makes it."""
+    """Run one attempt like the product's own child."""
     from permille_workers.runtime import child as child_process
     from permille_workers.tasks import TASKS
 
@@ -192,7 +192,9 @@ def child(pipe: BinaryIO) -> None:
 
 
 class Warm:
-    """Forks children for launchers, tells these how they ended, and ends those whose launcher is gone."""
+    """A server that forks children for launchers. It reports exit codes and kills children without a
+    launcher.
+    """
 
     def __init__(self, path: str) -> None:
         self._listening = socket.socket(socket.AF_UNIX)
@@ -286,7 +288,7 @@ def warm(path: str) -> int:
 
 
 def main() -> int:
-    """Entry of the processes: none outlives the run that started it."""
+    """Run one of the processes. It ends when the process that started it ends."""
     die_with_parent()
     if sys.argv[1] == "warm":
         return warm(sys.argv[2])

@@ -1,4 +1,4 @@
-"""PostgreSQL, Redis, two API processes and three workers, which are started again whenever they end."""
+"""PostgreSQL, Redis, two API processes and three workers. A process that ends is started again."""
 
 import os
 import random
@@ -35,14 +35,14 @@ _STEPS = (*CHILD_STEPS, *WORKER_STEPS, *API_STEPS, *STORE_FAULTS)
 _SKEWS_S = (-3600, 0, 3600)
 _START_S = 180.0
 _CACHE_BYTES = 1 << 20
-"""A machine keeps that much of a bucket: copies come and go."""
+"""Size of each machine's cache of a bucket. It is small, so that copies are evicted."""
 
 Process = subprocess.Popen[bytes]
 
 
 @dataclass(slots=True)
 class Site:
-    """Everything, below one folder."""
+    """All processes and files of a run, below one folder."""
 
     root: Path
     rng: random.Random
@@ -60,7 +60,7 @@ class Site:
 
     @classmethod
     def open(cls, root: Path, seed: int, *, store: str) -> "Site":
-        """Start everything below a folder; what an earlier run left there goes on."""
+        """Start everything below a folder. Data of an earlier run are kept."""
         stack = ExitStack()
         bucket = stack.enter_context(kept_bucket(root / "bucket")) if store == "bucket" else None
         for name in ("data", "postgres", *(f"tokens/{step}" for step in _STEPS)):
@@ -78,7 +78,8 @@ class Site:
             _open=stack,
         )
         _wait(lambda: (root / "warm.sock").exists(), "the warm process")
-        for number in range(APIS):  # one after the other: the first one makes the tables and the keys
+        # Start them one after the other: the first one makes the tables and the keys.
+        for number in range(APIS):
             site._start_api(f"api-{number}")
             _wait(lambda: site.answers(site.ports[f"api-{number}"]), "the API")  # noqa: B023 - called now
         for number in range(WORKERS):
@@ -94,7 +95,7 @@ class Site:
 
     @property
     def token(self) -> str:
-        """The first administrator's."""
+        """Return the first administrator's token."""
         return (self.root / "data" / "operator.token").read_text().strip()
 
     def answers(self, port: int) -> bool:
@@ -104,26 +105,26 @@ class Site:
         return False
 
     def connect(self) -> "psycopg.Connection[tuple[str, ...]]":
-        """A connection beside the product's; raises OperationalError while the database is away."""
+        """Open a connection to the database. OperationalError is raised while the database is away."""
         return psycopg.connect(self.postgres.url.replace("+psycopg", ""), connect_timeout=5)
 
     def token_for(self, step: str, name: str) -> None:
-        """Want one fault at a step."""
+        """Ask for one fault at a step."""
         (self.root / "tokens" / step / name).touch()
 
     def tokens_left(self) -> list[str]:
-        """Faults that were wanted and not reached yet."""
+        """Return the steps whose faults have not been reached yet."""
         return sorted(path.parent.name for path in (self.root / "tokens").glob("*/*"))
 
     def heal(self) -> None:
-        """Want no more faults."""
+        """Ask for no more faults."""
         if self.bucket is not None:
             self.bucket.faults.clear()
         for path in (self.root / "tokens").glob("*/*"):
             path.unlink(missing_ok=True)
 
     def pick(self, kind: str) -> tuple[str, Process]:
-        """One of the processes of a kind."""
+        """Return the name of a random process of a kind, and the process."""
         with self._lock:
             name = self.rng.choice(sorted(name for name in self.processes if name.startswith(kind)))
             return name, self.processes[name]
@@ -132,22 +133,22 @@ class Site:
         return descendants(self.postgres.pid)
 
     def settings(self) -> WorkerSettings:
-        """A worker's that collects all that no row names."""
+        """Return the settings of a worker that collects all blobs without a row."""
         values = {name.removeprefix("PERMILLE_").lower(): value for name, value in self._settings().items()}
         return WorkerSettings.model_validate(values)
 
     def blobs(self) -> BlobFolder:
-        """The store as the product reads it."""
+        """Return the store as the product opens it."""
         return open_blobs(self.settings())
 
     def files(self) -> Path:
-        """The store as files: its folder, or what the bucket holds, copied by a client of its own."""
+        """Return the store as files: its folder, or a copy of the bucket."""
         if self.bucket is None:
             return self.root / "data" / "blobs"
         return save(self.bucket, self.root / "bucket")
 
     def quiet(self) -> None:
-        """End the product's processes; database and broker go on."""
+        """End the product's processes. The database and the broker go on."""
         self._closing.set()
         if self._keeper is not None:
             self._keeper.join()
@@ -156,7 +157,7 @@ class Site:
             process.wait()
 
     def close(self) -> None:
-        """End everything; what lies below the folder stays, and what the bucket holds."""
+        """End everything. The files below the folder and the objects of the bucket are kept."""
         self.quiet()
         self._open.close()
         self.redis.kill()
@@ -203,7 +204,7 @@ class Site:
         }
 
     def _keep(self) -> None:
-        """Start again what has ended, a moment later, as a service manager does."""
+        """Restart processes that have ended, after a moment, as a service manager does."""
         while not self._closing.wait(0.3):
             with self._lock:
                 for name, process in list(self.processes.items()):
@@ -230,13 +231,13 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def send(pids: set[int], number: signal.Signals) -> None:
-    """Send a signal to what is still there of some processes."""
+    """Send a signal to those of the processes that still exist."""
     for pid in pids:
         _signal(pid, number)
 
 
 def flush(redis: Redis) -> None:
-    """Let the broker forget everything."""
+    """Delete everything in the broker."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", redis.port), timeout=5) as connection:
         connection.sendall(b"FLUSHALL\r\n")
         connection.recv(16)

@@ -1,4 +1,4 @@
-"""The audit of `make chaos` finds what was planted, and nothing else."""
+"""The audit of `make chaos` finds planted errors, and no others."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`make chaos` in short: every group of faults once, some jobs of every kind."""
+"""A short `make chaos`: every group of faults once, some jobs of every kind."""
 
 import re
 

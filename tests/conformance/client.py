@@ -1,10 +1,10 @@
-"""The agent's TUF client as a program, as the conformance suite of TUF calls it: init, refresh, download.
+"""The agent's TUF client as a program for the conformance suite of TUF: init, refresh, download.
 
     python -m tests.conformance.client --metadata-dir DIR init ROOT
     python -m tests.conformance.client --metadata-dir DIR --metadata-url URL refresh
     python -m tests.conformance.client ... --target-dir DIR --target-base-url URL --target-name PATH download
 
-The protocol is the suite's CLIENT-CLI.md. `make tuf-conformance` runs the suite.
+The protocol is CLIENT-CLI.md of the suite. `make tuf-conformance` runs the suite.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from permille.errors import PackageError, PermilleError
 from permille_agent.link.client import Connection
 from permille_agent.link.trust import TrustedReleases
 
-FIRST_ROOT = "first_root"  # no .json: the suite counts these
+FIRST_ROOT = "first_root"  # no suffix .json, because the suite counts these files
 
 
 def main() -> None:
-    """Carry out one command; exit 1 and say why where anything is refused."""
+    """Run one command. If anything is refused, exit with 1 and print the reason."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("--metadata-dir", "--target-dir"):
         parser.add_argument(name, type=Path)

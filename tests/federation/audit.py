@@ -1,4 +1,4 @@
-"""Replay a federation from its public bytes by the reference of FORMAT alone, in a process of its own.
+"""Replay a federation from its public bytes with the reference of FORMAT only, in a new process.
 
 python -m tests.federation.audit DEFINITION SEGMENT    prints chain and state digest
 """
@@ -11,7 +11,7 @@ from tests.unit.zo import reference
 
 
 def main(arguments: list[str]) -> int:
-    """Print what the rounds lead to."""
+    """Print the chain and the state digest after the rounds of the segment."""
     definition, segment = (Path(argument).read_bytes() for argument in arguments)
     chain, s = reference.audit(definition, segment)
     print(json.dumps({"chain": chain, "state": reference.state_digest(json.loads(definition)["log"], s)}))

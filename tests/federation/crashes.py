@@ -1,10 +1,10 @@
-"""Crashes at any statement of the ledger's transactions: `python -m tests.federation.crashes`.
+"""Crash the ledger's transactions at any statement: `python -m tests.federation.crashes`.
 
-A federation with privacy moves on round by round: devices are invited, send, take back, send again; a job
-closes the round, or its deadline does. Each transaction is first tried and killed before some statement, or
-after its commit, before anyone learns of that; then it is done again, as a device or a worker would. One in
-a hundred is killed by SIGKILL, in a process of its own. Which vectors were summed is noted outside of the
-database, and compared with what it charged.
+A federation with privacy runs round by round: devices are invited, send, withdraw, send again. A job or the
+deadline closes the round. Each transaction is first crashed before some statement, or ends after its commit
+but before the caller learns of it. Then it is repeated, as a device or a worker would do. One in a hundred
+crashes is a SIGKILL of a forked process. The program records the summed vectors outside of the database and
+compares them with the ledger's charges.
 """
 
 import argparse
@@ -48,11 +48,11 @@ from tests.unit.federation.private import make_private
 
 DEVICES, TARGET, MINIMUM, PARTICIPATIONS, ROUNDS = 4, 3, 2, 12, 40
 _KILLED_SHARE = 0.01
-_STATEMENTS = (9, 24)  # of a short and of the longest transaction
+_STATEMENTS = (9, 24)  # numbers of statements of a short and of the longest transaction
 
 
 class Crash(BaseException):
-    """The process is gone: nothing of it catches this."""
+    """The end of a process. No handler of `Exception` catches it."""
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Tally:
 
 @dataclass(slots=True)
 class World:
-    """One database with a federation, and what was summed in truth."""
+    """A database with a federation, and the vectors that were really summed."""
 
     db: Database
     rng: random.Random
@@ -91,7 +91,7 @@ class World:
     summed: dict[int, set[str]] = field(default_factory=dict)
 
     def do(self, work: Callable[[Session], Any]) -> Any:
-        """Do a transaction that is crashed first, at some place of it, while trials are left."""
+        """Run a transaction. While trials are left, crash it first at a random statement."""
         if self.tally.trials < self.trials:
             self.tally.trials += 1
             before = self.rng.randrange(self.rng.choice(_STATEMENTS))
@@ -112,7 +112,7 @@ class World:
             return work(session)
 
     def _in_a_killed_process(self, work: Callable[[Session], Any], before: int) -> None:
-        self.db.close()  # SQLite's connections do not cross a fork
+        self.db.close()  # SQLite's connections must not cross a fork
         child = os.fork()
         if child == 0:
             try:
@@ -133,7 +133,7 @@ def _die() -> None:
 
 @contextmanager
 def crashing(db: Database, before: int, die: Callable[[], None] | None = None) -> Iterator[None]:
-    """Let a process die before its statement of this number."""
+    """Let the process die before its statement number `before`. By default, it raises Crash."""
     seen = 0
 
     def count(*_: Any) -> None:
@@ -152,7 +152,7 @@ def crashing(db: Database, before: int, die: Callable[[], None] | None = None) -
 
 
 def begin(world: World, turn: int) -> None:
-    """A new federation, its members, its first round."""
+    """Make a federation with its members and its first round."""
     definition = make_private(
         total_steps=3 * ROUNDS, minimum=MINIMUM, privacy={"participations": PARTICIPATIONS}, clip=1000 + turn
     )
@@ -196,7 +196,7 @@ def begin(world: World, turn: int) -> None:
 
 
 def open_world(folder: Path, *, trials: int, seed: int) -> World:
-    """A database with devices."""
+    """Make a database with devices."""
     url = f"sqlite:///{folder / 'ledger.db'}"
     migrate(url)
     world = World(db=Database(url), rng=random.Random(seed), trials=trials)
@@ -219,7 +219,7 @@ def open_world(folder: Path, *, trials: int, seed: int) -> World:
 
 
 def run_round(world: World, number: int) -> bool:
-    """One round, crashed again and again; False where too few devices may still take part."""
+    """Run one round with crashes. Return False if too few devices may still take part."""
     invited = []
     for device_id in world.rng.sample(world.devices, DEVICES):
         if world.do(partial(_invite, world, device_id)):
@@ -283,14 +283,14 @@ def _end(session: Session, world: World, number: int) -> str | None:
     federation = _federation(session, world)
     row = rounds.lock(session, world.federation_id, number)
     assert row is not None
-    if row.state != RoundState.OPEN:  # done before the crash
+    if row.state != RoundState.OPEN:  # it was committed before the crash
         return row.job_id if row.state == RoundState.CLOSING else None
     row.deadline_at = now(session) - timedelta(seconds=1)
     return rounds.end(session, federation, row)
 
 
 def _close(world: World, number: int, job_id: str) -> None:
-    """A worker's attempt: what it received is summed, whatever becomes of the round."""
+    """Run a worker's attempt. What it received counts as summed, even if the round becomes void."""
     with world.db.write() as session:
         held = claims.claim(session, worker="crashes", lease_s=600, job_id=job_id)
     assert held is not None
@@ -325,7 +325,7 @@ def _close(world: World, number: int, job_id: str) -> None:
 
 
 def compare(world: World) -> None:
-    """Compare what was charged with what was summed."""
+    """Compare the charges with the sums."""
     with world.db.read() as session:
         query = select(PrivacyCharge).where(PrivacyCharge.federation_id == world.federation_id)
         charged = [row for row in session.scalars(query) if row.state == ChargeState.SPENT]
@@ -342,7 +342,7 @@ def compare(world: World) -> None:
 
 
 def measure(*, trials: int, seed: int = 0) -> Tally:
-    """Crash so many transactions; federations follow one another until it is done."""
+    """Crash `trials` transactions, with as many federations as necessary."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         world = open_world(Path(folder), trials=trials, seed=seed)
@@ -359,7 +359,7 @@ def measure(*, trials: int, seed: int = 0) -> Tally:
 
 
 def main() -> None:
-    """Measure and print one line; end with an error where a charge is wrong."""
+    """Measure and print one line. Raise an error if a charge is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

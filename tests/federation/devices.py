@@ -1,7 +1,7 @@
-"""Devices of a federation under test: each with its own home, key and sockets, running the agent's own round.
+"""Devices of a federation under test: each has its home, key and sockets, and runs the agent's own code.
 
-Only two things are not the agent's: the engine of tests, and that a text is tokenized once and not in every
-round. What faulty devices send beside that goes through the same client.
+Only two things differ from the agent: the bigram engine, and that each text is tokenized once instead of in
+every round. The bytes that faulty devices send go through the same client.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ CONTEXT = RunContext(engine_of=bigram_engine)
 
 @dataclass(slots=True)
 class Meter:
-    """Bytes that a device's sockets took and gave."""
+    """Bytes that a device's sockets sent and received."""
 
     up: int = 0
     down: int = 0
@@ -75,7 +75,7 @@ class _Stream(httpcore.NetworkStream):
 
 
 class _Sockets(httpcore.SyncBackend):
-    """Plain sockets whose bytes are counted for the device of this thread."""
+    """Plain sockets that count the bytes for the device of this thread."""
 
     def connect_tcp(
         self,
@@ -92,7 +92,7 @@ class _Sockets(httpcore.SyncBackend):
 
 @contextmanager
 def light_devices() -> Iterator[None]:
-    """Tokenize each text once, and count what sockets carry."""
+    """Tokenize each text once, and count the bytes of sockets."""
     prepared, known = part_module._prepared, {}
     lock = threading.Lock()
 
@@ -111,9 +111,9 @@ class Device:
     """One device.
 
     Attributes:
-        made: what it has tried to send, by round.
-        sent: what of that the service took.
-        program: its part is done by `permille-agent` as a process, on the agent's own engine.
+        made: Contributions that it tried to send, by round.
+        sent: Contributions that the service accepted, by round.
+        program: True if `permille-agent` does its part as a process, with the agent's own engine.
     """
 
     number: int
@@ -129,7 +129,7 @@ class Device:
 
     @classmethod
     def make(cls, number: int, root: Path, text: Path, installed: Home) -> "Device":
-        """A device with a package that was installed in another home."""
+        """Make a device with the package that is installed in another home."""
         home = open_home(root)
         for path in installed.blobs.rglob("*"):
             if path.is_file():
@@ -140,14 +140,14 @@ class Device:
         return cls(number=number, home=home, text=text)
 
     def enrol(self, url: str, invitation: str, federation: str) -> None:
-        """Enrol and join, as its owner does; the bytes of that are not the rounds'."""
+        """Enrol and join the federation."""
         self.id = enroll(self.home, url, invitation).device_id
         self.federation_id = join_federation(self.home, federation).choice().federation_id
 
     def train(self, api: DeviceApi) -> RoundPart | None:
-        """Follow the federation, and make the part that this device is invited to."""
+        """Follow the federation, and make the part to which the device is invited."""
         exchange(self.home, api, now=datetime.now(UTC), has_text=True)
-        self.has_sent(-1)  # what a pass before left ready went now, maybe in a later round than that was of
+        self.has_sent(-1)  # The exchange may have sent the part of an earlier pass.
         part = waiting_part(self.home, datetime.now(UTC))
         if part is None:
             return None
@@ -155,14 +155,14 @@ class Device:
         return part if train_part(self.home, part, [self.text], identity, CONTEXT) else None
 
     def send(self, api: DeviceApi, part: RoundPart) -> bool:
-        """Send a part as the agent does; whether the service took it."""
+        """Send a part as the agent does. Return True if the service accepted it."""
         number = int(part.path.name)
         self.made[number] = part.contribution.read_bytes()
         exchange(self.home, api, now=datetime.now(UTC), has_text=False)
         return self.has_sent(number)
 
     def has_sent(self, number: int) -> bool:
-        """Note what the agent says that the service took; whether that was its part of this round."""
+        """Record the contributions that the service accepted. Return True if one is of this round."""
         for membership in memberships(self.home):
             standing = membership.standing()
             for part in parts(membership):
@@ -171,7 +171,7 @@ class Device:
         return number in self.sent
 
     def run_program(self, number: int) -> None:
-        """Let the program do one pass: follow, train, send."""
+        """Run one pass of the program: follow, train, send."""
         command = [sys.executable, "-m", "permille_agent", "--home", str(self.home.root)]
         command += ["federations", "run", str(self.text), "--threads", "1", "--json"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
@@ -183,7 +183,7 @@ class Device:
         self.has_sent(number)
 
     def send_bytes(self, api: DeviceApi, number: int, data: bytes) -> str:
-        """Send any bytes as this device's contribution; the refusal's name, or nothing."""
+        """Send any bytes as this device's contribution. Return the name of the refusal, or ""."""
         try:
             api.contribute(self.federation_id, number, data)
         except RequestRefusedError as exc:
@@ -191,12 +191,12 @@ class Device:
         return ""
 
     def read(self, data: bytes, rules: Definition) -> Contribution:
-        """Read the bytes of this device."""
+        """Decode a contribution of this device."""
         _, identity = require_enrolment(self.home)
         return decode_contribution(data, rules, decode_key(identity.public_key))
 
     def forgeries(self, part: RoundPart) -> dict[str, bytes]:
-        """Return messages that no honest device sends, by their fault."""
+        """Return forged messages by their fault."""
         honest = part.contribution.read_bytes()
         rules = part.membership.definition()
         _, identity = require_enrolment(self.home)
@@ -214,7 +214,7 @@ class Device:
         }
 
     def other(self, part: RoundPart) -> bytes:
-        """Other integers, well signed."""
+        """Return a contribution with other integers and a valid signature."""
         rules = part.membership.definition()
         _, identity = require_enrolment(self.home)
         found = self.read(part.contribution.read_bytes(), rules)
@@ -222,7 +222,7 @@ class Device:
 
     @contextmanager
     def api(self) -> Iterator[DeviceApi]:
-        """A connection of this device, which holds its lock of rounds; its bytes are counted."""
+        """Open a connection whose bytes are counted. Hold the device's lock of rounds meanwhile."""
         _metered.meter = self.meter
         try:
             with open_api(self.home) as api, hold_lock(self.home, "federations", of=self.home.rounds_lock):

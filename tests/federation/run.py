@@ -1,16 +1,16 @@
-"""A federation on the real service, with all that goes wrong: `make federation`, `make federation-long`.
+"""Run a federation on the real service, with many faults: `make federation`, `make federation-long`.
 
     python -m tests.federation.run --devices 20 --rounds 5 --kills 2
     python -m tests.federation.run --devices 1000 --rounds 20 --kills 4
 
-`permille up` with its API and worker runs as processes of its own. Devices have their own home, key and
-sockets and run the agent's own round in a pool of threads; some are processes of the program. A fifth of
-those invited drops out; others come too late, send twice, send other content, or forge; some are revoked; one
-round is of nobody. API and worker are killed at random moments, and started again.
+`permille up` runs API and worker as processes. Each device has its home, key and sockets, and runs the
+agent's own code in a pool of threads. Some devices are processes of `permille-agent`. A fifth of the invited
+devices drops out. Others come too late, send twice, send other content, or forge. Some are revoked. In one
+round nobody sends anything. API and worker are killed at random moments and started again.
 
-A round is right where its published bytes are exactly those of the contributions that the service took: then
-nothing was lost and nothing counted twice. The end must be the same by three auditors: the library's replay,
-the reference of FORMAT alone in another process, and a replay that begins at a checkpoint.
+A round is correct if its published bytes are exactly those of the accepted contributions. Then nothing was
+lost and nothing counted twice. Three auditors must get the same final state: the library's replay, the
+reference of FORMAT in another process, and a replay that begins at a checkpoint.
 """
 
 import argparse
@@ -101,7 +101,7 @@ class Site:
         raise RuntimeError("expected the service to answer within two minutes")
 
     def kill(self, rng: random.Random) -> str:
-        """SIGKILL one of the service's processes, or all; what was killed."""
+        """Kill one of the service's processes, or all of them. Return "one" or "all"."""
         if self.process is None:
             raise RuntimeError("expected a service that runs")
         family = sorted(descendants(self.process.pid))
@@ -112,7 +112,7 @@ class Site:
         return "all" if len(victims) > 1 else "one"
 
     def revive(self) -> None:
-        """End what is left of the service, and start it again."""
+        """End the remaining processes of the service, and start it again."""
         self.stop(signal.SIGKILL)
         self.start()
 
@@ -134,7 +134,7 @@ class Site:
         self.process = None
 
     def call(self, method: str, path: str, body: Any = None, *, expected: int = 200) -> httpx.Response:
-        """One call of the operator, again while the service is down."""
+        """Send one request of the operator. Repeat it while the service is down."""
         headers = {"Authorization": f"Bearer {self.token}"}
         until = time.monotonic() + _WAIT_S
         while True:
@@ -157,7 +157,7 @@ class Site:
 
 @dataclass(slots=True)
 class Run:
-    """One federation, its devices and what is kept of it to check."""
+    """One federation, its devices, and the data that the checks need."""
 
     site: Site
     id: str
@@ -175,7 +175,7 @@ class Run:
         return f"/v1/federations/{self.id}"
 
     def read(self) -> dict[str, Any]:
-        """The federation as operators see it."""
+        """Return the federation as operators see it."""
         found: dict[str, Any] = self.site.call("GET", self.path).json()
         return found
 
@@ -185,19 +185,19 @@ class Run:
             self.tally.refused[name] += 1
 
     def revoke(self, device: Device) -> None:
-        """Shut a device out; what it sent to the open round goes."""
+        """Revoke a device. Its contribution to the open round is removed."""
         device.revoked = True
         self.site.call("POST", f"/v1/devices/{device.id}/revoke")
 
     def expect(self, what: str, got: str, wanted: Sequence[str]) -> None:
-        """Note an answer that should not have been."""
+        """Record an answer that is not among the expected ones."""
         if got not in wanted:
             with self.guard:
                 self.tally.wrong.append(f"{what}: expected {wanted}, got {got!r}")
 
 
 def one_round(run: Run, number: int, pool: ThreadPoolExecutor, *, nobody: bool) -> None:
-    """Let all devices take part in a round, wait for its end, and compare what it published."""
+    """Let all devices take part in a round, wait for its end, and compare the published bytes."""
     late: list[tuple[Device, RoundPart]] = []
     for found in [pool.submit(visit, run, device, number, late, nobody) for device in run.devices]:
         found.result()
@@ -211,7 +211,7 @@ def one_round(run: Run, number: int, pool: ThreadPoolExecutor, *, nobody: bool) 
 
 
 def visit(run: Run, device: Device, number: int, late: list[tuple[Device, RoundPart]], nobody: bool) -> None:
-    """One device in one round, with its fault; again where the service went away meanwhile."""
+    """Let one device take part in one round, with its fault. Try again if the service was down."""
     until, trouble = time.monotonic() + _WAIT_S, RetryableError("none")
     while time.monotonic() < until:
         try:
@@ -267,7 +267,7 @@ def _visit(run: Run, device: Device, number: int, late: list[tuple[Device, Round
 
 
 def wait_for_end(run: Run, number: int) -> dict[str, Any]:
-    """The record of a round once it is final."""
+    """Wait until a round is final. Return its record."""
     until = time.monotonic() + _WAIT_S
     while time.monotonic() < until:
         found: dict[str, Any] = run.site.call("GET", f"{run.path}/rounds/{number}").json()
@@ -278,12 +278,12 @@ def wait_for_end(run: Run, number: int) -> dict[str, Any]:
 
 
 def compare(run: Run, number: int, ended: dict[str, Any]) -> None:
-    """Tally a round as wrong unless exactly the contributions that the service took give its bytes."""
+    """Count a round as wrong unless the accepted contributions give exactly the published bytes."""
     taken: list[Contribution] = []
     shut_out: list[Contribution] = []
     for device in run.devices:
         if number in device.made and number not in device.sent and not device.revoked:
-            # The answer was lost: the same bytes again are told what became of them.
+            # The answer was lost. Sending the same bytes again shows whether they were accepted.
             with device.api() as api:
                 if not device.send_bytes(api, number, device.made[number]):
                     device.sent[number] = device.made[number]
@@ -299,7 +299,7 @@ def compare(run: Run, number: int, ended: dict[str, Any]) -> None:
             run.tally.wrong.append(f"round {number} is void: {ended['reason']}, {len(taken)} were taken")
         return
     if combine(run.definition, number, [*taken, *shut_out]).to_bytes() == published:
-        taken += shut_out  # the round was closing when they were shut out
+        taken += shut_out  # the round was closing already when they were revoked
     run.ranked[number] = taken
     run.tally.counted += ended["counted"]
     run.tally.lost += max(0, len(taken) - ended["counted"])
@@ -311,7 +311,7 @@ def compare(run: Run, number: int, ended: dict[str, Any]) -> None:
 
 
 def orders(run: Run, count: int) -> int:
-    """Count the shuffled orders that give other bytes than the published ones."""
+    """Count the shuffled orders whose bytes differ from the published ones."""
     rng, differing = random.Random(run.seed), 0
     published = {number: taken for number, taken in run.ranked.items() if taken}
     for _ in range(count):
@@ -322,7 +322,10 @@ def orders(run: Run, count: int) -> int:
 
 
 def audit(run: Run, folder: Path) -> tuple[int, float]:
-    """Count how many of three auditors disagree with the service, and time a device that catches up."""
+    """Audit the rounds in three ways, and let a device catch up.
+
+    Return the number of wrong results, and the seconds that the device took.
+    """
     said = run.read()
     expected = (said["chain"], said["state_digest"])
     segment, definition = folder / "segment", folder / "definition"
@@ -350,7 +353,7 @@ def audit(run: Run, folder: Path) -> tuple[int, float]:
 
 
 def prepared_site(folder: Path) -> tuple[Site, Home]:
-    """A service with a release, and a home with its package."""
+    """Make a service with a release, and a home with its package."""
     with running_api(folder) as api:
         package = api.package()
         api.publish(package)
@@ -364,7 +367,7 @@ def prepared_site(folder: Path) -> tuple[Site, Home]:
 
 
 def make_run(site: Site, options: argparse.Namespace) -> Run:
-    """A federation that runs, without devices."""
+    """Make and start a federation without devices."""
     body = {
         "name": NAME,
         "release": "tiny",
@@ -399,7 +402,7 @@ def make_run(site: Site, options: argparse.Namespace) -> Run:
 
 
 def enrolled(run: Run, folder: Path, installed: Home, count: int, pool: ThreadPoolExecutor) -> list[Device]:
-    """So many devices behind one address, members of the federation."""
+    """Make `count` devices behind one address that are members of the federation."""
     texts = []
     for number in range(TEXTS):
         path = folder / f"text-{number}.txt"
@@ -418,7 +421,7 @@ def enrolled(run: Run, folder: Path, installed: Home, count: int, pool: ThreadPo
 
 @contextmanager
 def killing(run: Run, kills: int, seed: int) -> Iterator[None]:
-    """SIGKILL the service's processes at so many random moments, and start it again."""
+    """Kill processes of the service at `kills` random moments, and start it again."""
     done, rng = threading.Event(), random.Random(seed)
 
     def loop() -> None:
@@ -440,7 +443,7 @@ def killing(run: Run, kills: int, seed: int) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it, print the lines, and fail where anything is lost, counted twice or differs."""
+    """Run it and print the results. Return 1 if anything is lost, counted twice or different."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -519,7 +522,7 @@ def _measured(
 
 
 def descendants(pid: int) -> set[int]:
-    """A process and all that it started."""
+    """Return a process and all processes that it started."""
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

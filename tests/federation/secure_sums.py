@@ -1,8 +1,8 @@
-"""Secure sums against plain sums, by a keeper in its own process: `python -m tests.federation.secure_sums`.
+"""Compare secure sums with plain sums: `python -m tests.federation.secure_sums`.
 
-Each round has its own masks, noise and dropouts: some of the devices send nothing. The service's sum of
-masked integers less the keeper's answer must be the plain sum and the keeper's noise: the noise is what is
-left, and must look like noise in every round, so that a wrong sum, which is uniform below 2**32, is seen.
+A keeper runs as a process. Each round has its own masks, noise and dropouts. The service's sum of masked
+integers minus the keeper's answer must be the plain sum plus the keeper's noise. The difference from the
+plain sum must look like noise in every round. A wrong sum is uniform below 2**32, so this test detects it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tests.unit.federation.private import device_key, make_private
 from tests.unit.keeper.keepers import running
 
 WORST_DEVIATIONS = 12
-"""An honest noise leaves this in one of 10**32 draws."""
+"""Limit of the difference in standard deviations. Correct noise exceeds it in one of 10**32 draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def federation(home: Path, port: int, rounds: int) -> Definition:
-    """With 64 integers a device and noise of four times the clip, under a keeper's key."""
+    """Return a federation with 64 queries, noise of four times the clip, and the keeper's key."""
     key = public_text(X25519PrivateKey.from_private_bytes((home / "keeper.key").read_bytes()))
     keeper = Keeper(key=key, url=f"http://127.0.0.1:{port}")
     return make_private(
@@ -57,7 +57,7 @@ def federation(home: Path, port: int, rounds: int) -> Definition:
 
 
 def measure(*, rounds: int, devices: int, dropped: int, seed: int = 0) -> Outcome:
-    """Run so many rounds against one keeper."""
+    """Run `rounds` rounds with one keeper."""
     rng = np.random.default_rng(seed)
     keys = [device_key(index) for index in range(devices)]
     exact, size, seconds, squares = 0, 0, 0.0, 0.0
@@ -106,7 +106,7 @@ def _contribution(rules: Definition, number: int, rng: np.random.Generator) -> C
 
 
 def main() -> None:
-    """Measure and print one line; end with an error where a round was not exact."""
+    """Measure and print one line. Exit with an error if a round was not exact."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--devices", type=int, default=100)

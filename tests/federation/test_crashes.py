@@ -1,4 +1,4 @@
-"""The short form of `python -m tests.federation.crashes`."""
+"""A short `python -m tests.federation.crashes`."""
 
 from tests.federation.crashes import measure
 

@@ -1,4 +1,4 @@
-"""The short form of `python -m tests.federation.secure_sums`."""
+"""A short `python -m tests.federation.secure_sums`."""
 
 import pytest
 

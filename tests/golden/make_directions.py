@@ -1,4 +1,4 @@
-"""Write `directions.json` from `tests/unit/zo/reference.py`, never from the code that it pins.
+"""Write `directions.json` from `tests/unit/zo/reference.py`, never from the code under test.
 
 python -m tests.golden.make_directions
 """
@@ -21,7 +21,7 @@ FLAGS = {1: 1, 2: 2}
 
 
 def header(seed: int, *, split: bool = False, groups: bool = False) -> dict[str, Any]:
-    """A header of FORMAT 8.1 as JSON holds it."""
+    """Return a header of FORMAT 8.1 as JSON."""
     return {
         "format": "permille-log",
         "version": 1,
@@ -45,7 +45,7 @@ def header(seed: int, *, split: bool = False, groups: bool = False) -> dict[str,
 
 
 def vector(of: Header, step: int, query: int) -> dict[str, Any]:
-    """A direction: its first elements for a human, and the digest of all as int32."""
+    """Return a direction: its first elements for a human, and the digest of all elements as int32."""
     elements = z(of, step, query)
     return {
         "seed": of["seed"],
@@ -62,13 +62,13 @@ def vector(of: Header, step: int, query: int) -> dict[str, Any]:
 
 
 def log(of: Header) -> dict[str, Any]:
-    """A canonical log and the state that it replays to."""
+    """Return a canonical log and the state after its replay."""
     s = state(of, ROWS)
     return {"log": write_log(of, ROWS, FLAGS).hex(), "first": s[:8], "state_digest": state_digest(of, s)}
 
 
 def main() -> None:
-    """Plain directions at extreme places, and all kinds of them and their logs."""
+    """Write plain directions at extreme places, all other kinds of directions, and their logs."""
     kinds = [header(SEEDS[1]), header(SEEDS[1], split=True), header(SEEDS[1], groups=True)]
     plain = [vector(header(seed), step, query) for seed in SEEDS for step, query in PLACES]
     others = [vector(of, step, query) for of in kinds[1:] for step, query in ((0, 0), (2, 2), (19_999, 1))]

@@ -1,8 +1,8 @@
-"""Prunes a model with llm-compressor, in the environment that has it: nothing of permille is imported here.
+"""Prune a model with llm-compressor. This runs in its environment and imports nothing of permille.
 
     python tests/oracles/llm_compressor.py MODEL TOKENS.npy METHOD PATTERN OUT.npz
 
-PATTERN is "none" for one half of each row, else such as 2:4.
+PATTERN is "none" for half of each row, or for example 2:4.
 """
 
 import sys
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main(folder: str, tokens: str, method: str, pattern: str, out: str) -> None:
-    """Prune all linears of the decoder layers at one half, and write the weights."""
+    """Prune half of all linears of the decoder layers, and write the weights."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rows = np.load(tokens)
     data = Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": np.ones_like(rows).tolist()})

@@ -1,8 +1,8 @@
-"""Our pruning against that of llm-compressor: `make oracle-pruning`.
+"""Compare our pruning with llm-compressor's: `make oracle-pruning`.
 
-For each model, method and pattern: in how many places of all linears both agree on what is zero, the linear
-where fewest do, how far apart the weights are that both keep. Ends with 1 below 99.9 % at one half or 2:4;
-docs/results/pruning.md says where they do not agree, and why 4:8 is only shown.
+For each model, method and pattern, print the share of weights on whose zeros both agree, the linear where the
+share is least, and the distance between the weights that both keep. The exit code is 1 if the share is below
+99.9 % at one half or 2:4. docs/results/pruning.md says where they differ, and why 4:8 is only printed.
 """
 
 import itertools
@@ -29,7 +29,7 @@ _ROWS, _LENGTH = 32, 256
 
 
 def main(python: str, models: list[str]) -> int:
-    """Compare all; print a line each."""
+    """Compare all, and print a line for each. Return the exit code."""
     worst = 1.0
     methods = (PruningMethod.WANDA, PruningMethod.SPARSEGPT)
     for model, method, pattern in itertools.product(models, methods, (None, "2:4", "4:8")):
@@ -48,11 +48,11 @@ def main(python: str, models: list[str]) -> int:
 
 
 def compare(python: str, model: Path, plan: PruningPlan, work: Path) -> tuple[float, str]:
-    """The share of places where both agree, and a line that says more."""
+    """Return the share of places where both agree, and a line with details."""
     rows_NT = token_sequences(FileTokenizer(model), file_texts(_TEXT, ReadReport()), _ROWS, _LENGTH, 0)
     np.save(work / "rows.npy", rows_NT)
     command = [
-        str(Path(python).absolute()),  # a link that must not be followed
+        str(Path(python).absolute()),  # Do not resolve this link: its place selects the environment.
         str(_REFERENCE),
         str(model.resolve()),
         str(work / "rows.npy"),
@@ -87,7 +87,7 @@ def _zeros(weights: Weights, which: int) -> float:
 
 
 def _apart(weights: Weights) -> float:
-    """The relative distance, over all weights that neither sets to zero."""
+    """Return the relative distance over all weights that neither sets to zero."""
     squared = total = 0.0
     for mine, its in weights.values():
         both = (mine != 0) & (its != 0)

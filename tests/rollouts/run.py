@@ -1,13 +1,14 @@
-"""A good version and four bad ones on the real service and its database: `make rollout`.
+"""Roll out a good version and four bad ones on the real service and its database: `make rollout`.
 
     python -m tests.rollouts.run --devices 1000 --kills 4
 
-`permille up` with API and worker runs as processes of its own. Devices have their own home and key, and pull
-by the agent's own code over HTTP, in a pool of threads. Two things are simulated: the trial of a package,
-which is a process, and the training. The bad versions fail to install on 5 % of devices, crash on 2 %, leave
-10 % silent, or make the model of 30 % worse by 0.05 nats. API and worker are killed at random moments.
+`permille up` runs API and worker as processes. Each device has its home and key, and pulls with the agent's
+own code over HTTP, in a pool of threads. Two things are simulated: the trial of a package, which is a
+process, and the training. The bad versions fail to install on 5 % of devices, crash on 2 %, leave 10 %
+silent, or make the model of 30 % worse by 0.05 nats. API and worker are killed at random moments.
 
-A rollout is right where each device that ended its part is counted once, with what it said. The last line is
+A rollout is correct if each device that ended its part is counted once, with the code that it reported. The
+last line is
 
     rollout: good=1000 stopped=4/4 touched_by_bad<=200 lost=0 twice=0
 """
@@ -62,7 +63,7 @@ _here = threading.local()
 
 
 class _DiedError(BaseException):
-    """Stands for a device that is gone in the middle of an installation."""
+    """A device that disappears in the middle of an installation."""
 
 
 @dataclass(slots=True)
@@ -70,9 +71,9 @@ class Device:
     """One device.
 
     Attributes:
-        fate: what the version of now does to it.
-        ended: how its parts ended, by rollout.
-        said: the same of those that the service has confirmed.
+        fate: Effect of the current version on the device.
+        ended: Code with which its part ended, by rollout.
+        said: The same for the parts whose report the service has confirmed.
     """
 
     home: Home
@@ -85,7 +86,7 @@ class Device:
     said: dict[str, str] = field(default_factory=dict)
 
     def visit(self, url: str, digest: str, rng: random.Random) -> None:
-        """Poll as the agent does; train, and poll again where that ended, or where the service was down."""
+        """Poll as the agent does. Poll again if there is more to report, or if the service was down."""
         _here.device, _here.digest = self, digest
         self.api.connection = _connection(url)
         enrolment, _ = require_enrolment(self.home)
@@ -115,7 +116,7 @@ class Device:
                 self.said[part.rollout] = str(part.code)
 
     def _train(self, rng: random.Random) -> bool:
-        """End an installed part, and say whether another poll has something to do."""
+        """End the training of an installed part. Return True if another poll is needed."""
         part = read_standing(self.home).part
         if part is None or part.code is not None:
             return part is not None and not part.told
@@ -131,7 +132,7 @@ class Device:
 
 
 def _connection(url: str, *, fresh: bool = False) -> Connection:
-    """A connection of this thread: what differs by device is in its requests."""
+    """Return the connection of this thread. Devices can share it, because requests name the device."""
     if fresh or getattr(_here, "url", None) != url:
         _here.connection, _here.url = Connection(url, attempts=2), url
     connection: Connection = _here.connection
@@ -139,7 +140,7 @@ def _connection(url: str, *, fresh: bool = False) -> Connection:
 
 
 def _try_package(_blobs: Path, digest: str, *, size_bytes: int) -> None:
-    """Stand for the trial of a package: it fails as the device's fate has it."""
+    """Replace the trial of a package: fail if that is the device's fate."""
     if digest != getattr(_here, "digest", None):
         return
     if _here.device.fate == "install":
@@ -150,12 +151,12 @@ def _try_package(_blobs: Path, digest: str, *, size_bytes: int) -> None:
 
 @dataclass(slots=True)
 class Outcome:
-    """The fate of one version.
+    """The result of one version.
 
     Attributes:
-        touched: devices that began to install it.
-        has: devices that have it at the end.
-        wave: devices of the first wave.
+        touched: Number of devices that began to install it.
+        has: Number of devices that have it at the end.
+        wave: Number of devices in the first wave.
     """
 
     state: str
@@ -171,7 +172,7 @@ class Outcome:
 def roll_out(
     site: Site, devices: list[Device], kind: str, digest: str, pool: ThreadPoolExecutor, seed: int
 ) -> Outcome:
-    """Publish a version, roll it out, and let devices poll until it ends or stops itself."""
+    """Publish a version, roll it out, and let devices poll until the rollout ends or stops itself."""
     made = site.call("POST", "/v1/releases", {"name": "tiny", "package_digest": digest}, expected=201).json()
     rules = {
         "waves": [f"{FIRST_WAVE}%", "100%"],
@@ -202,7 +203,7 @@ def roll_out(
             break
         time.sleep(5)
     if found["state"] == "done":
-        poll_all()  # who polled before the end takes the version with its next poll
+        poll_all()  # Devices that polled before the end get the version with their next poll.
     has = [one for one in devices if _version(one) == made["version"]]
     return Outcome(
         state=found["state"],
@@ -221,9 +222,11 @@ def _version(device: Device) -> int:
 
 
 def _audit(site: Site, rollout: str, devices: list[Device]) -> dict[str, int]:
-    """Compare what devices said with what the database has: lost, or there though no device ended so.
+    """Compare the devices' reports with the database.
 
-    A device that tells its end as the rollout ends forgets its part at once: it counts as ended, not as said.
+    A report is lost if a device had it confirmed but the database differs. It counts as "twice" if the
+    database has a second row, or a code with which the device did not end. A device whose report arrives as
+    the rollout ends forgets its part at once. Such a report counts only as ended, not as confirmed.
     """
     database = Database(f"sqlite:///{site.data_dir}/permille.db")
     query = select(RolloutReport.device_id, RolloutReport.code).where(RolloutReport.rollout_id == rollout)
@@ -240,7 +243,7 @@ def _audit(site: Site, rollout: str, devices: list[Device]) -> dict[str, int]:
 
 @contextmanager
 def killing(site: Site, kills: int, seed: int) -> Iterator[list[str]]:
-    """SIGKILL the service's processes at so many random moments, and start it again."""
+    """Kill processes of the service at `kills` random moments, and start it again."""
     done, rng, killed = threading.Event(), random.Random(seed), list[str]()
 
     def loop() -> None:
@@ -259,7 +262,7 @@ def killing(site: Site, kills: int, seed: int) -> Iterator[list[str]]:
 
 
 def prepared_site(folder: Path) -> tuple[Site, Home, list[str]]:
-    """A service with version 1 of a release and the packages of five more, and a home with version 1."""
+    """Make a service with version 1 of a release and five more packages, and a home with version 1."""
     with running_api(folder) as api:
         package = api.package()
         api.publish(package)
@@ -274,7 +277,7 @@ def prepared_site(folder: Path) -> tuple[Site, Home, list[str]]:
 
 
 def enrolled(site: Site, folder: Path, installed: Home, count: int, pool: ThreadPoolExecutor) -> list[Device]:
-    """So many devices that have version 1 and some text."""
+    """Make `count` devices that have version 1 and some text."""
     text = folder / "text.txt"
     text.write_text("what a user wrote\n")
 
@@ -291,15 +294,17 @@ def enrolled(site: Site, folder: Path, installed: Home, count: int, pool: Thread
         invitation = site.call("POST", "/v1/invitations", body, expected=201).json()["invitation"]
         connection = _connection(site.url)
         enrolment = enroll(home, site.url, invitation, connection=lambda _server, _ca: connection)
-        with open_api(home, connection=lambda _server, _ca: connection) as api:  # it stays open, see below
+        # the patch below keeps the connection open
+        with open_api(home, connection=lambda _server, _ca: connection) as api:
             return Device(home=home, api=api, id=enrolment.device_id, now_s=time.time())
 
-    with patch.object(Connection, "close", lambda _: None):  # the thread's next device needs it, too
+    # The next device of the thread needs the connection, too.
+    with patch.object(Connection, "close", lambda _: None):
         return list(pool.map(one, range(count)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it, print the lines, and fail where one is not as it has to be."""
+    """Run it and print the results. Return 1 if one of them is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
