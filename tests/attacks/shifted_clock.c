@@ -1,5 +1,5 @@
-/* A clock that is wrong: preloaded into a process, it adds the seconds in the file SHIFTED_CLOCK to each time it is
-   asked for. The file is mapped, so that the clock jumps while the process runs. */
+/* Preloaded library that gives a process a wrong clock. It adds the seconds in the file SHIFTED_CLOCK to each time
+   that the process reads. The file is mapped, so the clock can jump while the process runs. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -1,4 +1,4 @@
-"""`permille-agent` as a process, against a service in a thread; every connection that it opens is noted."""
+"""`permille-agent` as a process, and a record of every connection that it opens."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-# Loaded by the interpreter before all else: notes where sockets connect to and which names are looked up.
+# The interpreter loads this first. It records the addresses of connections and the names of look-ups.
 SPY = """
 import os, socket
 _path = os.environ["AGENT_SPY"]
@@ -33,7 +33,7 @@ socket.socket.connect, socket.socket.connect_ex, socket.getaddrinfo = connect, c
 
 @dataclass(frozen=True)
 class Ended:
-    """The exit of a command, with all that it printed."""
+    """The exit code of a command, and all that it printed."""
 
     code: int
     output: str
@@ -41,7 +41,7 @@ class Ended:
 
 
 class AgentSite:
-    """One device in a folder: home, environment and notes on its connections."""
+    """One device in a folder: its home, its environment, and the record of its connections."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         self.home = folder / "home"
@@ -70,18 +70,18 @@ class AgentSite:
         )
 
     def run(self, *arguments: str) -> Ended:
-        """A command, to its end."""
+        """Run a command to its end."""
         process = self.start(*arguments)
         output, errors = process.communicate()
         return Ended(process.returncode, output, errors)
 
     def json(self, *arguments: str) -> dict[str, Any]:
-        """Return the output of a command that succeeds."""
+        """Run a command that must succeed. Return the JSON that it prints."""
         ended = self.run(*arguments, "--json")
         assert ended.code == 0, ended.errors
         document: dict[str, Any] = json.loads(ended.output)
         return document
 
     def connections(self) -> set[str]:
-        """Return as text the addresses that sockets connected to and the names that were looked up."""
+        """Return as text the addresses that sockets connected to, and the names that were looked up."""
         return set(self._spy.read_text().splitlines()) if self._spy.exists() else set()

@@ -10,6 +10,6 @@ from tests.api_service import Api, running_api
 
 @pytest.fixture
 def api(tmp_path: Path) -> Iterator[Api]:
-    """A fresh service without a worker."""
+    """Run a fresh service without a worker."""
     with running_api(tmp_path) as running:
         yield running

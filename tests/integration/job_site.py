@@ -1,4 +1,4 @@
-"""A place where jobs run: database, blobs, worker processes, and if asked for a Redis server. For tests."""
+"""A site for jobs in tests: a database, blobs, worker processes, and optionally a Redis server."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ class Site:
     processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
     def environment(self) -> dict[str, str]:
-        """The workers' settings."""
+        """Return the environment of workers with their settings."""
         values = {
             "DATABASE_URL": self.db.url,
             "BLOB_ROOT": str(self.root / "blobs"),
@@ -58,7 +58,7 @@ class Site:
         return {**os.environ, **{f"PERMILLE_{name}": value for name, value in values.items()}}
 
     def start_worker(self, *, real: bool = False) -> "subprocess.Popen[bytes]":
-        """Start a worker process (Celery's where the site has a broker), of scripted or of real tasks."""
+        """Start a worker process with scripted or real tasks. With a broker, it is a Celery worker."""
         module = ["permille_workers"] if real else ["tests.integration.job_tasks", "worker"]
         command = [sys.executable, "-m", *module]
         with (self.root / "worker.log").open("ab") as log:
@@ -77,12 +77,12 @@ class Site:
             )
 
     def read(self, job: Job) -> Job:
-        """The job's row as it is now."""
+        """Return the current row of the job."""
         with self.db.read() as session:
             return rows.get(session, Job, tenant_id=self.tenant_id, row_id=job.id)
 
     def cancel(self, job: Job) -> None:
-        """Ask it to stop."""
+        """Request the cancellation of the job."""
         with self.db.write() as session:
             queue.request_cancel(session, tenant_id=self.tenant_id, job_id=job.id)
 
@@ -97,13 +97,14 @@ class Site:
         return self.root / "trace"
 
     def attempts(self) -> list[list[str]]:
-        """The lines of the attempts: job id, attempt, fence, process id."""
+        """Return the lines of the attempts: job id, attempt, fence, process id."""
         return [line.split() for line in self.trace.read_text().splitlines()] if self.trace.exists() else []
 
     def wait_for_state(self, job: Job, *states: str) -> Job:
         """Wait until the job is in one of the states.
 
-        Raises AssertionError when it has ended in another.
+        Raises:
+            AssertionError: The job has ended in another state.
         """
         wait_until(lambda: self.read(job).state in {*states, *ENDED}, self.explain)
         found = self.read(job)
@@ -112,28 +113,28 @@ class Site:
         return found
 
     def wait_for_attempts(self, count: int) -> list[list[str]]:
-        """Wait until so many attempts have begun."""
+        """Wait until `count` attempts have begun."""
         wait_until(lambda: len(self.attempts()) >= count, self.explain)
         return self.attempts()
 
     def stall(self, worker: "subprocess.Popen[bytes]", child: int) -> None:
-        """Stop a worker and its child where neither holds the database's write lock."""
+        """Stop a worker and its child at a moment when neither holds the database's write lock."""
         wait_until(lambda: stopped_unlocked(self.root / "permille.db", worker.pid, child), self.explain)
 
     def wake(self, worker: "subprocess.Popen[bytes]", child: int) -> None:
-        """Let both go on."""
+        """Let both continue."""
         os.kill(child, signal.SIGCONT)
         worker.send_signal(signal.SIGCONT)
 
     def explain(self) -> str:
-        """Return the message of a wait that was in vain."""
+        """Return the end of the workers' log, for the message of a failed wait."""
         log = self.root / "worker.log"
         return log.read_text(errors="replace")[-6000:] if log.exists() else "no worker was started"
 
 
 @contextmanager
 def job_site(root: Path, *, broker_url: str | None = None, database_url: str | None = None) -> Iterator[Site]:
-    """Make a site, over SQLite unless another database is named; its workers are killed at the end."""
+    """Make a site, by default on SQLite. Its workers are killed at the end."""
     url = database_url or f"sqlite:///{root}/permille.db"
     migrate(url)
     db = Database(url)
@@ -150,7 +151,7 @@ def job_site(root: Path, *, broker_url: str | None = None, database_url: str | N
 
 
 def wait_until(condition: Callable[[], bool], explain: Callable[[], str]) -> None:
-    """Poll until the condition holds; far beyond any expected time, give up and tell why."""
+    """Poll until the condition holds. After a long time, raise an error with an explanation."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
@@ -159,15 +160,15 @@ def wait_until(condition: Callable[[], bool], explain: Callable[[], str]) -> Non
 
 
 def is_alive(pid: int) -> bool:
-    """Return True if the process runs; a zombie does not."""
+    """Return True if the process runs. A zombie does not."""
     return _state(pid) not in {"Z", ""}
 
 
 def stopped_unlocked(database: Path, *pids: int) -> bool:
-    """Stop processes by SIGSTOP; return whether they stopped outside a write transaction of SQLite.
+    """Stop processes by SIGSTOP. Return True if they stopped outside a write transaction of SQLite.
 
-    If they did not, they go on: call it again. A process that is stopped inside such a transaction stalls
-    every other writer for as long as it is stopped.
+    Otherwise they continue, and the caller tries again. A process that is stopped inside a write transaction
+    would block all other writers.
     """
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -184,7 +185,7 @@ def stopped_unlocked(database: Path, *pids: int) -> bool:
 
 
 def _state(pid: int) -> str:
-    """The letter of proc(5), `T` for a stopped process; nothing where there is no such process."""
+    """Return the state letter of proc(5), such as `T` for a stopped process, or "" without a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -193,7 +194,7 @@ def _state(pid: int) -> str:
 
 @dataclass
 class Redis:
-    """A Redis server of its own, in memory only: killing it loses what it held."""
+    """A Redis server that keeps its data in memory, so that a kill loses them."""
 
     port: int
     folder: Path
@@ -201,11 +202,11 @@ class Redis:
 
     @property
     def url(self) -> str:
-        """The broker's URL."""
+        """The URL of the broker."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the server and wait until it answers."""
         binary = shutil.which("redis-server")
         if binary is None:
             raise RuntimeError("expected redis-server on the PATH: apt-get install redis-server")
@@ -226,7 +227,7 @@ class Redis:
         wait_until(self._answers, lambda: "redis-server does not answer")
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the server by SIGKILL."""
         if self.process is not None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
@@ -243,7 +244,7 @@ class Redis:
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[Redis]:
-    """A running Redis server on a free port of the loopback."""
+    """Run a Redis server on a free port of loopback."""
     server = Redis(port=free_port(), folder=folder)
     server.start()
     try:

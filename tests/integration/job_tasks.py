@@ -1,9 +1,8 @@
-"""Tasks for the tests of the job protocol, in place of those that compute: `python -m
-tests.integration.job_tasks child`.
+"""Scripted tasks for tests of the job protocol: `python -m tests.integration.job_tasks child`.
 
-A job's payload says what its task does: `steps` of `step_s` seconds, then `ends` ("well", "badly" ...).
-Each attempt leaves a line in the file `trace`, so that a test sees which ones ran. `... worker` starts a
-worker whose children run these tasks.
+The payload of a job is its script: `steps` of `step_s` seconds, then `ends` ("well", "badly" ...). Each
+attempt appends a line to the file `trace`, so that a test sees which attempts ran. With the argument
+`worker`, the program is a worker whose children run these tasks.
 """
 
 import os
@@ -29,7 +28,7 @@ CHILD_COMMAND = (sys.executable, "-m", "tests.integration.job_tasks", "child")
 
 
 def scripted(context: TaskContext) -> Publish:
-    """Do what the payload says; the result is a row whose digest names the job and the fence."""
+    """Do what the payload says. The result is a row whose digest contains the job and the fence."""
     claim = context.claim
     payload: dict[str, Any] = dict(claim.payload)
     with Path(payload["trace"]).open("a") as trace:
@@ -63,7 +62,7 @@ def scripted(context: TaskContext) -> Publish:
 
 
 def main() -> None:
-    """Entry of both processes."""
+    """Run the child or the worker."""
     if sys.argv[1] == "child":
         run_child(dict.fromkeys(("mask", "quantization", "package"), scripted), sys.stdin.buffer)
     else:

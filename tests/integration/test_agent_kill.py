@@ -1,4 +1,4 @@
-"""Pull and daemon, killed at random moments: the next one goes on, and ends as if nothing had happened."""
+"""Pull and daemon killed at random moments: the next process goes on, and the result is the same."""
 
 import random
 import shutil
@@ -25,14 +25,14 @@ SEED = 7
 
 
 def kill_on_the_way(site: AgentSite, service: DeviceService, rng: random.Random, share: float) -> bool:
-    """Start a pull and kill it after some requests, bytes and time; whether it was still running."""
+    """Start a pull and kill it after some requests, bytes and time. Return True if it was still running."""
     requests, sent = len(service.traffic) + rng.randint(1, 5), service.blob_bytes_sent
     with site.start("pull") as process:
         while process.poll() is None and len(service.traffic) < requests:
             time.sleep(0.002)
         while process.poll() is None and service.blob_bytes_sent < sent + share:
             time.sleep(0.001)
-        if service.blob_bytes_sent > sent:  # sent is not yet received
+        if service.blob_bytes_sent > sent:  # sent bytes may not have been received yet
             while process.poll() is None and not any(site.home.rglob("partial/*")):
                 time.sleep(0.001)
         time.sleep(rng.uniform(0.0, 0.02))
@@ -44,7 +44,7 @@ def kill_on_the_way(site: AgentSite, service: DeviceService, rng: random.Random,
 
 
 def check_state(home_folder: Path, digest: str) -> None:
-    """Check the state after a kill: the package is whole or absent, and blobs match their names."""
+    """Check the state after a kill: the package is complete or absent, and blobs match their names."""
     home = open_home(home_folder)
     installed = installed_release(home)
     blobs = BlobFolder(home.blobs)
@@ -72,7 +72,7 @@ def test_a_download_that_is_killed_again_and_again_ends_with_the_right_package(
             killed += kill_on_the_way(site, service, rng, share=rng.uniform(0.0, 1.5 * size / kills))
             check_state(site.home, package.digest)
             if installed_release(home := open_home(site.home)) is not None:
-                shutil.rmtree(home.blobs)  # as if there had been no download, so that the next kill hits one
+                shutil.rmtree(home.blobs)  # Remove the download, so that the next kill hits one again.
                 home.releases.unlink()
         service.faults = []
         ended = site.json("pull")
@@ -85,7 +85,7 @@ def test_a_download_that_is_killed_again_and_again_ends_with_the_right_package(
 
 
 class Daemons:
-    """One device in a folder, and its daemon as processes of one pass each."""
+    """One device in a folder, and its daemon as processes that make one pass."""
 
     STEPS = 60
 
@@ -109,7 +109,7 @@ class Daemons:
         assert code == 0, self._log.read_text()
 
     def kill(self, after_s: float) -> bool:
-        """A pass that is killed; whether it was still running."""
+        """Start a pass and kill it. Return True if it was still running."""
         with self.start() as process:
             try:
                 process.wait(after_s)
@@ -139,7 +139,7 @@ def test_a_daemon_that_is_killed_again_and_again_ends_with_the_same_bits_and_one
             if disturbed.kill(rng.uniform(0.1, 1.0) * duration_s):
                 killed += 1
             else:
-                duration_s /= 2  # this pass was faster than the undisturbed one: there was less to do
+                duration_s /= 2  # This pass was faster, because earlier passes did a part of the work.
         disturbed.finish()
         disturbed.finish()
     assert len(service.runs) == 2

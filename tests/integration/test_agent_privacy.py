@@ -1,8 +1,8 @@
 """Search all traffic and all logs for canaries from the user's text.
 
-The tests walk the whole way with the real commands and the real engine: enroll, pull, train, report, and the
-daemon. A canary counts as found in clear, in another case, URL-encoded, in hexadecimal, in base64 at any
-offset, or in pieces of `PIECE` characters spread over fields or requests.
+The tests use the real commands and the real engine: enroll, pull, train, report, and the daemon. They find a
+canary in clear, in another case, URL-encoded, in hexadecimal, in base64 at any offset, or in pieces of
+`PIECE` characters that are spread over fields or requests.
 """
 
 import base64
@@ -38,7 +38,7 @@ CANARIES = (TEXT, PROMPT, COMPLETION, CHAT, GROUP, FILE_NAME, BAD_ROW, USER)
 
 
 def write_user_data(folder: Path) -> Path:
-    """Text of a user, enough to be trained on, with a canary in every place that a format has."""
+    """Write enough text of a user for a training, with a canary in every place that a format has."""
     folder.mkdir()
     plain = [f"{line} {TEXT}" if number % 20 == 0 else line for number, line in enumerate(sentences(500))]
     for start in range(0, len(plain), 20):
@@ -56,7 +56,7 @@ def write_user_data(folder: Path) -> Path:
 
 
 def forms(canary: str) -> Iterator[bytes]:
-    """Every way in which `canary` may be written."""
+    """Yield all encodings of `canary`."""
     raw = canary.encode()
     yield raw
     yield quote(canary).encode()
@@ -64,14 +64,14 @@ def forms(canary: str) -> Iterator[bytes]:
     yield raw.hex().encode()
     yield "".join(f"\\u{byte:04x}" for byte in raw).encode()
     for offset in range(3):
-        # Characters that `raw` alone decides.
+        # Characters that depend only on `raw`, not on the bytes beside it.
         known = slice(-(-offset * 8 // 6), (offset + len(raw)) * 8 // 6)
         yield base64.b64encode(bytes(offset) + raw)[known]
         yield base64.urlsafe_b64encode(bytes(offset) + raw)[known]
 
 
 def found(canary: str, data: bytes) -> list[bytes]:
-    """Forms and pieces of `canary` in `data`, which is also looked at URL-decoded and without punctuation."""
+    """Return the encodings and pieces of `canary` in `data`, also if URL-decoded or without punctuation."""
     views = (data, unquote_to_bytes(data), bytes(byte for byte in data if chr(byte).isalnum()))
     lower = [view.lower() for view in views]
     whole = [form for form in forms(canary) if any(form.lower() in view for view in lower)]
@@ -80,7 +80,7 @@ def found(canary: str, data: bytes) -> list[bytes]:
 
 
 def assert_clean(data: bytes, *, logged_here: bool = False) -> None:
-    """No canary, in any form; what is logged here may name the agent's own folder, and `USER` in it."""
+    """Check that there is no canary in any form. Local logs may contain `USER` in the agent's folder."""
     for canary in CANARIES:
         assert found(canary, data) == [] or (canary is USER and logged_here)
     assert len(data) > 100
@@ -88,7 +88,7 @@ def assert_clean(data: bytes, *, logged_here: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Walk:
-    """The whole way, walked once: by hand, with metrics only; then by the daemon, with a shared log."""
+    """The results of a session: first commands that send only metrics, then the daemon with a shared log."""
 
     site: AgentSite
     by_hand: tuple[Ended, ...]
@@ -102,7 +102,7 @@ class Walk:
 
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
-    """A device whose user and folders have telling names, and a service that takes note of every byte."""
+    """Run the session on a device with canaries as names of user and folders. Every byte is recorded."""
     folder = tmp_path_factory.mktemp("privacy") / f"of-{USER}"
     folder.mkdir()
     data = str(write_user_data(folder / "data"))
@@ -166,7 +166,7 @@ def test_nothing_is_sent_in_a_form_that_the_search_cannot_read(walk: Walk) -> No
 
 
 def has_word(traffic: bytes, word: str) -> bool:
-    """Return True if a word stands in a line of text. Random bytes and tokens hold a short one by chance."""
+    """Return True if a word is in a line of text. Random bytes and tokens contain short words by chance."""
     lines = (line.decode(errors="replace") for line in traffic.splitlines())
     words = (re.findall(r"[A-Za-z0-9_.+=-]+", line) for line in lines if "\ufffd" not in line)
     return any(word in said for said in words)
@@ -175,7 +175,7 @@ def has_word(traffic: bytes, word: str) -> bool:
 def test_the_machine_is_not_named(walk: Walk) -> None:
     name = socket.gethostname()
     assert not has_word(walk.traffic, name)
-    if len(name) > 6:  # too long for chance
+    if len(name) > 6:  # longer names do not occur by chance
         assert name.encode() not in walk.traffic
     told_in = ('{"text": "é", "host": "%s"}', "user-agent: permille-agent (%s)", "/v1/devices/%s")
     for told in (form % name for form in told_in):
@@ -195,7 +195,7 @@ def test_the_device_talks_to_its_service_alone(walk: Walk) -> None:
 
 
 def test_a_round_sends_integers_and_no_text(tmp_path: Path) -> None:
-    """The real commands and the daemon, against the real service."""
+    """This uses the real commands, the daemon and the real service."""
     folder = tmp_path / f"of-{USER}"
     folder.mkdir()
     data = str(write_user_data(folder / "data"))

@@ -1,4 +1,4 @@
-"""Devices in private rounds of the real service: what they are told, charged, and no longer asked for."""
+"""Devices in private rounds of the real service: what they see, what they are charged, when they stop."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Devices in rounds of the real service: joined by choice, trained, sent, followed, adopted, left."""
+"""Devices in rounds of the real service: they join, train, send, follow, adopt and leave."""
 
 import signal
 import subprocess
@@ -79,7 +79,7 @@ def test_two_devices_join_train_and_follow_to_one_state(site: Site, agents: list
 
 @pytest.fixture(scope="module")
 def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Agent]]:
-    """A member whose federation has done one round without it: it has to follow, and then to take part."""
+    """Make a federation with a round that one member missed. It must catch up before it takes part."""
     folder = tmp_path_factory.mktemp("kills")
     with rounds_service(folder / "service") as service:
         site = make_site(service.api, **GRADIENT)
@@ -249,7 +249,7 @@ def test_a_damaged_history_comes_again_and_another_one_is_refused(site: Site, ag
     kept.write_bytes(data[:100] + b"x" + data[101:])
     agents[0].take_part()
     assert kept.read_bytes() == data
-    # An older database: its federation is at the beginning again
+    # This is like a restored older database: the federation is at its beginning again.
     with site.api.service.database.write() as session:
         session.execute(update(tables.Federation).values(number=0))
     agents[1].take_part()
@@ -259,7 +259,7 @@ def test_a_damaged_history_comes_again_and_another_one_is_refused(site: Site, ag
 
 
 class Stuck(BigramEngine):
-    """An engine whose gradient is of no use: no step is taken."""
+    """An engine whose gradient is NaN, so that training takes no step."""
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         loss, gradient_K = super().gradient(values_K, batch)
@@ -291,7 +291,7 @@ def test_an_adopted_round_is_where_training_begins_and_alone_a_candidate(
     assert start is not None
     assert start.state_digest == adopted.json()["state_digest"]
 
-    alone = train(agents[0], Stuck)  # no step of its own: the pooled state is what is judged
+    alone = train(agents[0], Stuck)  # Training takes no step, so the pooled state is judged.
     assert alone.decision is not None
     assert (alone.outcome, alone.decision.step) == ("adopted", 0)
     active = active_model(agents[0].home)
@@ -301,12 +301,12 @@ def test_an_adopted_round_is_where_training_begins_and_alone_a_candidate(
     pooled_K = values(package.values(), adopted.s_K, adopted.header.step_unit_exponent)
     assert np.array_equal(model_values(agents[0].home, active, package), pooled_K)
 
-    own = train(agents[0], seed=1)  # goes on from the active model, which is that state
+    own = train(agents[0], seed=1)  # This continues from the active model, which is that state.
     assert own.decision is not None
     assert own.decision.loss_personal is not None and alone.decision.loss_personal is not None
     assert own.decision.loss_personal < alone.decision.loss_personal
 
-    # A model of one's own from before is not gone on from at once: the adopted round is tried first
+    # The adopted round is tried before the device's earlier personal model is continued.
     first = train(agents[1], seed=2)
     begun = find_run(agents[1].home, first.run).require("run", BegunRun).definition
     assert begun.start == start.start

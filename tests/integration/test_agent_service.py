@@ -1,4 +1,4 @@
-"""The device against the real service, over TLS with a certificate of its own: every call of the contract."""
+"""The device against the real service, over TLS with a self-signed certificate: all calls of the contract."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ RELEASE = "tiny"
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for this machine that no authority signed, and its key beside it."""
+    """Make a self-signed certificate for this machine, with its key beside it."""
     folder = tmp_path_factory.mktemp("tls")
     command = "openssl req -x509 -newkey ed25519 -nodes -days 1 -subj /CN=permille"
     command += " -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
@@ -57,7 +57,7 @@ def operator(up: Running, certificate: Path) -> Operator:
 
 @pytest.fixture(scope="module")
 def package(up: Running) -> Package:
-    """A package in the service's store, as a package job leaves it."""
+    """Put a package into the service's store, as a job would."""
     return add_package(up, seed=0)
 
 
@@ -77,7 +77,7 @@ class Device:
     capsys: pytest.CaptureFixture[str]
 
     def __call__(self, *arguments: str) -> tuple[int, Any]:
-        """Exit code and JSON of a command; the error's where it fails."""
+        """Return the exit code and the JSON of a command. If it fails, the JSON is that of the error."""
         self.capsys.readouterr()
         code = main(["--home", str(self.home), *arguments, "--json"])
         printed = self.capsys.readouterr()
@@ -91,7 +91,7 @@ def device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Device:
 
 @pytest.fixture
 def enrolled(device: Device, up: Running, certificate: Path, operator: Operator, package: Package) -> Device:
-    """A device that follows the release."""
+    """Enrol a device that follows the release."""
     if RELEASE not in {release["name"] for release in operator("releases", "list")}:
         operator("releases", "publish", RELEASE, "--package", package.digest, "--alias", "stable")
     code, answer = device("enroll", up.url, invite(operator), "--ca-file", str(certificate))

@@ -1,5 +1,7 @@
-"""Every route as nobody, as a device, as another tenant, with an expired or revoked token, with too small a
-role."""
+"""Every route for callers without access.
+
+Callers are nobody, devices, other tenants, expired or revoked tokens, and tokens with too small a role.
+"""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -107,13 +109,13 @@ ADMIN_ONLY = {
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
-    """One service for the questions that change nothing."""
+    """One service for all tests that change nothing."""
     with running_api(tmp_path_factory.mktemp("api"), sign_ins_per_minute=10_000) as api:
         yield api
 
 
 def private_operations(api: Api) -> list[tuple[str, str, str]]:
-    """Operation id, method and path of everything that needs a principal."""
+    """Return operation id, method and path of all operations that need a principal."""
     document = api.client.get("/openapi.json").json()
     return [
         (operation["operationId"], method, path.format(**PARAMETERS))

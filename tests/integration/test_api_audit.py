@@ -1,4 +1,4 @@
-"""Every change by an operator leaves one entry in its transaction, and no entry can be changed unseen."""
+"""Every change by an operator leaves one entry in its transaction, and changes of entries are detected."""
 
 import ast
 import re
@@ -91,7 +91,7 @@ def test_a_job_asked_for_many_times_at_once_is_noted_once(api: Api) -> None:
 
 
 class Lines:
-    """The lines of the command's session, and a client that asks the app."""
+    """A session of the command line whose client asks the app."""
 
     def __init__(self, api: Api) -> None:
         self.api, self.client = api, self
@@ -120,7 +120,7 @@ def test_an_entry_that_was_changed_or_taken_out_is_found(api: Api, change: str) 
 
 
 def test_no_route_of_operators_writes_without_a_note() -> None:
-    """A new route that opens the database's own write transaction is caught here."""
+    """This detects a new route that opens a write transaction of the database directly."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     writers = set()
     for path in Path(permille_service.__file__).parent.rglob("*.py"):

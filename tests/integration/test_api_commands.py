@@ -22,7 +22,7 @@ from tests.tiny_model import write_corpus, write_model
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A service without a worker, with a model folder and a corpus file."""
+    """Run a service without a worker, with a model folder and a corpus file."""
     folder = tmp_path_factory.mktemp("up")
     write_model(folder / "models" / "tiny")
     write_corpus(folder / "corpora" / "texts.jsonl")
@@ -67,7 +67,7 @@ def test_commands_make_list_and_show(up: Running) -> None:
     model = up.answer("models", "add", "listed", "--folder", "tiny")
     corpus = up.answer("corpora", "add", "texts", "--file", "texts.jsonl")
     assert model["family"] == "llama"
-    listed = up.answer("models", "list")  # beside those of other tests
+    listed = up.answer("models", "list")  # Other tests have added models, too.
     assert [item["id"] for item in listed if item["name"] == "listed"] == [model["id"]]
     mask = ("masks", "create", "--model", model["id"], "--corpus", corpus["id"], "--sequences", "4")
     job = up.answer(*mask, "--no-wait")
@@ -214,7 +214,7 @@ def test_import_of_the_command_line_is_light() -> None:
 
 
 def packed(up: Running, seed: int = 0) -> Package:
-    """A package that the service has."""
+    """Put a package into the service."""
     db = Database(f"sqlite:///{up.data_dir / 'permille.db'}")
     package = tiny_package(up.data_dir / "blobs", seed=seed)
     with db.write() as session:
@@ -258,7 +258,7 @@ def test_a_federation_from_its_making_to_its_end(up: Running) -> None:
     )
     assert up.answer("federations", "pause", "readers")["state"] == "paused"
     assert up.answer("federations", "finish", made["id"])["state"] == "finished"
-    assert up.answer("federations", "show", "readers")["number"] == 1  # its round was void
+    assert up.answer("federations", "show", "readers")["number"] == 1  # the first round was void
     forward = up.permille(
         "federations",
         "create",

@@ -19,7 +19,7 @@ METHODS = ("get", "put", "post", "delete", "head", "patch")
 
 
 def problem_of(answer: Any) -> dict[str, Any]:
-    """The problem of an answer, checked for its form."""
+    """Return the problem of an answer, after a check of its form."""
     assert answer.headers["content-type"] == MEDIA_TYPE
     body: dict[str, Any] = answer.json()
     assert body["status"] == answer.status_code
@@ -29,7 +29,7 @@ def problem_of(answer: Any) -> dict[str, Any]:
 
 
 def operations(api: Api) -> list[tuple[str, str, dict[str, Any]]]:
-    """Method, path and description of every documented operation."""
+    """Return method, path and description of all documented operations."""
     document = api.client.get("/openapi.json").json()
     return [
         (method, path, operation)
@@ -186,7 +186,7 @@ def test_a_key_is_refused_once_what_it_made_was_removed(
         stored: list[Any] = []
 
         def meeting(look: Callable[..., Any]) -> Callable[..., Any]:
-            """The same request, sent before, is stored between two looks of this one."""
+            """Let an equal request be stored between the first and the second look-up of a request."""
 
             def met(*arguments: object) -> Any:
                 looks.append(look)

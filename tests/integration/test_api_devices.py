@@ -1,4 +1,4 @@
-"""A device's life: invited, enrolled, given tokens, seen, revoked; and what must not work."""
+"""The life of a device: invited, enrolled, given tokens, seen, revoked, and requests that must fail."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_guessing_is_slowed_by_address_and_a_valid_invitation_is_not(tmp_path: P
 
 
 def test_a_poll_takes_few_statements(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device asks what its alias means, and whether the list of releases is fresh; at first it is noted."""
+    """The first request also records that the device was seen, and the version that it was told."""
     monkeypatch.setattr(principals, "_SEEN_EVERY", timedelta(days=1))
     package = api.package()
     api.publish(package)

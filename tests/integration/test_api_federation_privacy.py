@@ -1,4 +1,4 @@
-"""Federations that promise privacy, over the API: asked for by epsilon, noised, charged, kept."""
+"""Federations with privacy over the API: epsilon, noise, charges, keepers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,14 +25,14 @@ KEPT = 34
 
 
 def charges(site: Site) -> list[tuple[int, str]]:
-    """Round and state of every charge."""
+    """Return the round and the state of every charge."""
     with site.api.service.database.read() as session:
         query = select(tables.PrivacyCharge.number, tables.PrivacyCharge.state)
         return sorted((number, state) for number, state in session.execute(query))
 
 
 def run_round(site: Site, members: list[Member], number: int) -> dict[str, Any]:
-    """All of these take part, the worker closes."""
+    """Let these members take part, and let the worker close the round."""
     for member in members:
         assert site.take_part(member, seed=number).status_code == 202
     assert site.work() == 1
@@ -71,7 +71,7 @@ def test_who_has_spent_all_takes_nobodys_chance_to_be_drawn(api: Api) -> None:
     site.pass_deadline()
     with api.service.database.write() as session:
         federation = session.scalars(select(tables.Federation)).one()
-        federation.target = 3  # of twenty one in five is drawn, of three each
+        federation.target = 3  # One in five of twenty devices would be drawn, but all of three.
         same = {"federation_id": federation.id, "tenant_id": federation.tenant_id, "number": 0}
         for member in spent:
             session.add(tables.PrivacyCharge(**same, device_id=member.device.id, state="spent"))
@@ -137,12 +137,12 @@ def test_a_round_that_was_summed_and_is_void_stays_charged(api: Api, monkeypatch
         ({"rule": "trimmed", "trim_percent": 10}, "Privacy needs the rule mean"),
         ({"privacy": {"dp_epsilon": 1.0, "participations": 10}}, "Use a target of"),
         ({"rounds": 1}, "participations must be"),
-        # The most noise does not keep this epsilon, however many devices there are.
+        # The largest noise does not reach this epsilon, whatever the number of devices.
         (
             {"privacy": {"dp_epsilon": 0.0005, "participations": 10}, "target": 65536},
             "No noise gives a dp_epsilon",
         ),
-        # A target above the limit of the field is no way out.
+        # A sufficient target would exceed the limit of the field, so the message suggests another epsilon.
         (
             {
                 "privacy": {"dp_epsilon": 0.01, "participations": 10},
@@ -199,7 +199,7 @@ def keeper(tmp_path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def kept_site(api: Api, home: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """A federation with this keeper, whose token the worker knows."""
+    """Make a federation with this keeper. The worker knows the keeper's token."""
     key = X25519PrivateKey.from_private_bytes((home / "keeper.key").read_bytes())
     privacy = PRIVATE["privacy"] | {
         "keeper_key": public_text(key),
@@ -212,7 +212,7 @@ def kept_site(api: Api, home: Path, port: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def send_masked(site: Site) -> None:
-    """Every member's part of the open round, masked."""
+    """Send the masked contributions of all members to the open round."""
     for member in site.members:
         site.catch_up(member)
         invitation = site.invite(member).json()
@@ -272,7 +272,7 @@ def test_a_round_waits_for_its_keeper_and_is_void_when_that_stays_away(
 
 
 def _again(api: Api) -> str:
-    """Let the queued job's pause be over; its state."""
+    """End the pause of the queued job. Return its state."""
     with api.service.database.write() as session:
         job = session.scalars(select(tables.Job).where(tables.Job.kind == "round")).one()
         job.available_at = job.created_at

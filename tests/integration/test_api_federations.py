@@ -1,4 +1,4 @@
-"""Federations over the API: defined, joined, and moved on round by round to what anyone can replay."""
+"""Federations over the API: defined, joined, and run round by round. Anyone can replay the result."""
 
 import json
 from pathlib import Path
@@ -101,11 +101,12 @@ def test_a_teams_key_that_is_elsewhere_lists_a_federation_there(api: Api, tmp_pa
     [draft] = api.post("/v1/trust/renewals", {"roles": ["releases"]}).json()["drafts"]
     sign_and_send(api, tmp_path, draft, "--federation", str(definition))
     assert api.post(f"{site.path}/start").json()["state"] == "running"
-    assert api.post(f"{site.path}/finish").json()["state"] == "finished"  # listed or not, it has ended
+    # A federation can be finished whether or not it is listed.
+    assert api.post(f"{site.path}/finish").json()["state"] == "finished"
 
 
 def sign_and_send(api: Api, folder: Path, draft: dict[str, str], *change: str) -> None:
-    """Sign a draft elsewhere, and bring it to the service."""
+    """Sign a draft outside of the service, and send it."""
     version = json.loads(draft["metadata"])["signed"]["version"]
     file = folder / f"{version}.{draft['role']}.json"
     file.write_text(draft["metadata"])
@@ -191,7 +192,8 @@ def test_every_answer_to_a_contribution(api: Api) -> None:
     assert answered(site.contribution(other, invitation)) == (422, "package-refused")
     assert site.round(0)["refused"] == {"round-content": 1, "round-signature": 2, "round-binding": 2}
     assert answered(good, number=1) == (404, "not-found")
-    assert site.send(other, 0, site.contribution(other, invitation)).status_code == 404  # never invited
+    # this device was never invited
+    assert site.send(other, 0, site.contribution(other, invitation)).status_code == 404
     assert answered(good) == (202, "")
     assert answered(good) == (200, "")
     assert answered(site.contribution(member, invitation, seed=9)) == (409, "contribution-conflict")
@@ -200,7 +202,7 @@ def test_every_answer_to_a_contribution(api: Api) -> None:
     assert api.client.put(path, content=good, headers=headers).status_code == 404
     for one in (other, third):
         assert site.take_part(one).status_code == 202
-    assert answered(good) == (200, "")  # closing: what was accepted stays so
+    assert answered(good) == (200, "")  # The round is closing. Accepted contributions stay accepted.
     assert answered(site.contribution(member, invitation, seed=9)) == (409, "round-closed")
     site.work()
     assert answered(good) == (200, "")
@@ -308,7 +310,7 @@ def test_what_was_sent_can_be_taken_back_while_the_round_is_open(api: Api) -> No
         site.take_part(other)
     assert api.client.delete(f"{site.path}/rounds/0/contribution", headers=headers).status_code == 204
     site.work()
-    assert site.round(0)["counted"] == 3  # it was closing already
+    assert site.round(0)["counted"] == 3  # the round was closing already
 
 
 def test_pause_start_and_finish(api: Api) -> None:
@@ -324,7 +326,8 @@ def test_pause_start_and_finish(api: Api) -> None:
     assert api.post(f"{site.path}/pause").status_code == 200
     site.work()
     assert site.round(0)["state"] == "published"
-    assert api.get(f"{site.path}/rounds/1").status_code == 404  # none opens while it is paused
+    # no round opens while the federation is paused
+    assert api.get(f"{site.path}/rounds/1").status_code == 404
     api.post(f"{site.path}/start")
     for one in site.members[:2]:
         site.take_part(one)
@@ -456,7 +459,7 @@ def test_lists_of_rounds_are_pages(api: Api) -> None:
     assert ([one["number"] for one in rest["items"]], rest["next_cursor"]) == ([0], None)
     refused = api.get(f"{site.path}/rounds?cursor=x")
     assert [one["location"] for one in refused.json()["errors"]] == ["query.cursor"]  # as documented
-    unheard_of = f"{site.path}/rounds/{2**31}"  # no column of PostgreSQL's integers holds it
+    unheard_of = f"{site.path}/rounds/{2**31}"  # too large for an integer column of PostgreSQL
     device = api.auth(site.members[0].device.token())
     for answer in (api.get(unheard_of), api.client.delete(f"{unheard_of}/contribution", headers=device)):
         assert [one["location"] for one in answer.json()["errors"]] == ["path.number"]

@@ -1,4 +1,4 @@
-"""The fleet's numbers over REST: from what devices report, for whom they are, whatever a device makes up."""
+"""The fleet's numbers over REST: their sources, who may see them, and reports with made-up numbers."""
 
 from typing import Any
 

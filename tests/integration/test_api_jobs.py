@@ -1,4 +1,4 @@
-"""Jobs over the API: accepted or refused with figures, followed by list and stream, cancelled, retried."""
+"""Jobs over the API: accepted or refused with numbers, followed by list and stream, cancelled, retried."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ MASK = {"method": "random", "density": 0.01, "seed": 7}
 
 @pytest.fixture
 def stocked(tmp_path: Path) -> Iterator[Api]:
-    """A service with a model folder `tiny` and a corpus file `texts.jsonl`."""
+    """Run a service with a model folder `tiny` and a corpus file `texts.jsonl`."""
     write_model(tmp_path / "models" / "tiny")
     write_corpus(tmp_path / "corpora" / "texts.jsonl")
     roots: dict[str, Any] = {"model_root": tmp_path / "models", "corpus_root": tmp_path / "corpora"}
@@ -68,7 +68,7 @@ def test_a_tenant_may_queue_only_so_many_jobs(tmp_path: Path) -> None:
         assert third.json()["type"] == f"{TYPE_BASE}too-many-requests"
         assert third.headers["retry-after"] == "60"
         again = api.post("/v1/masks", {**body, "seed": 0}, key="mask-0")
-        assert again.json()["id"] == first.json()["id"]  # nothing new is queued
+        assert again.json()["id"] == first.json()["id"]  # the same job, so nothing new is queued
         job = f"/v1/jobs/{first.json()['id']}"
         assert api.post(f"{job}/cancel").json()["state"] == "cancelled"
         assert api.post("/v1/masks", {**body, "seed": 2}).status_code == 202
@@ -291,7 +291,7 @@ def test_events_are_listed_after_a_number(stocked: Api) -> None:
 
 
 def stream(api: Api, job_id: str, last: int | None = None) -> tuple[int, list[dict[str, Any]], list[str]]:
-    """Status, events and ids of a stream that is read to its end."""
+    """Read a stream to its end. Return its status, events and ids."""
     headers = api.auth() | ({} if last is None else {"Last-Event-ID": str(last)})
     answer = api.client.get(f"/v1/jobs/{job_id}/events/stream", headers=headers)
     lines = answer.text.splitlines()

@@ -1,5 +1,4 @@
-"""Registering models and corpora: only what is below its root, of a known family, and nothing that could
-run."""
+"""Models and corpora are registered only below their root, of a known family, and without code."""
 
 import itertools
 import json
@@ -179,7 +178,7 @@ def test_a_second_input_of_a_name_is_refused_and_another_tenants_is_not(api: Api
 
 @pytest.mark.parametrize("field", ["evaluation_corpus_id", "calibration_corpus_id"])
 def test_what_a_result_was_made_of_stays(api: Api, field: str) -> None:
-    """A corpus that only measured or calibrated a quantization, and its model, cannot be deleted."""
+    """This also holds for a corpus that only measured or calibrated a quantization."""
     corpus = api.post("/v1/corpora", {"name": "c", "source": {"kind": "streamed", "dataset": "c4"}}).json()
     options = {"scheme": "auto-round", "calibration_corpus_id": corpus["id"]}
     with api.service.database.write() as session:

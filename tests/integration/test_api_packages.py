@@ -1,5 +1,4 @@
-"""Packages over HTTP: ranges, conditions, caching, and who may fetch what. Releases: growing,
-withdrawn."""
+"""Packages over HTTP: ranges, conditions, caching, access. Releases: new and withdrawn versions."""
 
 import hashlib
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""A job's results can be removed while nothing names them; yanking says who has the version."""
+"""Results of jobs can be removed if nothing uses them. Yanking says how many devices have the version."""
 
 import os
 from datetime import timedelta
@@ -21,7 +21,7 @@ DIGESTS = {kind: f"sha256:{number:064d}" for number, kind in enumerate(JobKind)}
 
 
 def make(api: Api, kind: JobKind, **request: Any) -> Artifact:
-    """An artifact of this kind, made by a job with this request."""
+    """Make an artifact of this kind with a job for this request."""
     with api.service.database.write() as session:
         model_id = some_model(session, api.tenant_id)
         layer = Blob(role="mask", media_type="x", digest=DIGESTS[kind], size_bytes=1)

@@ -1,4 +1,4 @@
-"""Rollouts over the API: groups, waves that open and stop by themselves, what is signed, who may do what."""
+"""Rollouts over the API: groups, waves that open and stop by themselves, signed offers, access."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -41,7 +41,7 @@ def start(api: Api, **changes: Any) -> dict[str, Any]:
 
 
 def signed(api: Api, token: str) -> Offer | None:
-    """Read `tiny` and `stable` from the newest signed metadata, as a device does."""
+    """Read the offer for `tiny` and `stable` from the newest signed metadata, as a device does."""
 
     def file(name: str) -> bytes:
         content: bytes = api.get(f"/v1/trust/metadata/{name}.json", token).content
@@ -106,7 +106,7 @@ def test_a_good_version_reaches_all_devices(api: Api, moments: list[datetime]) -
 
 
 def test_the_next_rollout_begins_after_the_end_of_the_one_before(api: Api, moments: list[datetime]) -> None:
-    """Also where no device has polled since that end, so that nothing has signed it."""
+    """This also holds if no device has polled since that end, so that the end is not signed yet."""
     _, token = fleet(api, 1)[0]
     first = start(api, rules={**RULES, "waves": ["100%"], "soak_s": 0})
     report(api, first["id"], token, installed=True, code="ok")
@@ -396,7 +396,7 @@ def test_a_poll_of_a_device_takes_three_statements_at_most(api: Api) -> None:
     token = api.device().token()
     start(api)
     api.get("/v1/trust/metadata/timestamp.json", token)
-    # The caller, the file with whether a rollout is to be signed, and when the device was seen.
+    # These are the caller, the file with the state of rollouts, and the time when the device was seen.
     assert api.statements("/v1/trust/metadata/timestamp.json", token) <= 3
 
 

@@ -1,4 +1,4 @@
-"""Runs: metrics in a closed schema, logs bounded, private and erasable."""
+"""Runs: metrics have a closed schema, and logs are bounded, private and erasable."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ def put_log(api: Api, run_id: str, content: Any, token: str, media_type: str = L
 
 
 def kept(api: Api) -> list[bytes]:
-    """The bytes of all uploads, whole or not."""
+    """Return the bytes of all files in the blob folder, including parts of uploads."""
     return [path.read_bytes() for path in api.service.settings.blob_root.rglob("*") if path.is_file()]
 
 
 def reported(api: Api, device: TestDevice) -> tuple[str, str]:
-    """A run of the device, and a token."""
+    """Report a run of the device. Return its id and a token."""
     token, run_id = device.token(), new_run_id()
     body = {"run_id": run_id, "metrics": run_metrics()}
     assert api.post("/v1/runs", body, token).status_code == 201

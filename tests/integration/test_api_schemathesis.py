@@ -1,4 +1,4 @@
-"""schemathesis finds nothing: a bounded run of `python -m tests.api_fuzz`."""
+"""schemathesis finds no errors in a short run of `python -m tests.api_fuzz`."""
 
 from pathlib import Path
 

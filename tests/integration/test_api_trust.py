@@ -1,4 +1,4 @@
-"""Trust metadata over the API: python-tuf's own client follows what operators do, as a device of a tenant."""
+"""Trust metadata over the API: the client of python-tuf follows the operators' changes as a device does."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -18,7 +18,7 @@ ROLES = ("root", "targets", "releases", "rollouts", "snapshot", "timestamp")
 
 
 class ApiFetcher(FetcherInterface):
-    """Fetches from the API under test with one caller's token."""
+    """A fetcher that asks the API under test with one caller's token."""
 
     def __init__(self, api: Api, token: str) -> None:
         self._api, self._token = api, token
@@ -31,7 +31,7 @@ class ApiFetcher(FetcherInterface):
 
 
 class Client:
-    """One device's view of its tenant's repository."""
+    """The view that one device has of its tenant's repository."""
 
     def __init__(self, api: Api, token: str, folder: Path) -> None:
         self.api, self.token, self.folder = api, token, folder

@@ -1,4 +1,4 @@
-"""The service on a bucket: a worker's package goes through it to a device, and errors of it are told."""
+"""The service on a bucket: a package goes from a worker to a device, and the bucket's errors are reported."""
 
 import json
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def site(server: str) -> Iterator[Gate]:
 
 
 def agent(capsys: pytest.CaptureFixture[str], home: Path, *arguments: str) -> Any:
-    """Return the answer of a device's command."""
+    """Return the JSON of a device's command."""
     capsys.readouterr()
     code = main(["--home", str(home), *arguments, "--json"])
     printed = capsys.readouterr()
@@ -86,12 +86,12 @@ def test_a_package_goes_from_a_worker_through_the_bucket_to_a_device_that_trains
 def api(site: Gate, tmp_path: Path) -> Iterator[Api]:
     with running_api(tmp_path, blob_bucket=site.address) as found:
         bucket = found.service.blobs._bucket  # type: ignore[attr-defined]
-        bucket._reach_s = 60.0  # however busy the machine is
+        bucket._reach_s = 60.0  # enough for a busy machine
         yield found
 
 
 def blob_of(api: Api, folder: Path) -> tuple[str, bytes]:
-    """The path of a package's largest layer, and its bytes, with the package in the bucket."""
+    """Put a package into the bucket. Return the path and the bytes of its largest layer."""
     package = tiny_package(folder)
     for entry in package.blobs.entries():
         api.service.blobs.put_file(package.blobs.path(entry.digest), expected=entry.digest)
@@ -129,14 +129,15 @@ def test_bytes_of_a_bucket_are_passed_on_with_ranges_and_conditions(
 def test_what_a_bucket_refuses_is_said_and_health_knows(
     api: Api, site: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "ANSWER_S", 60.0)  # on a busy machine, too, it answers what it found
+    monkeypatch.setattr(console, "ANSWER_S", 60.0)  # enough for the real result on a busy machine
     path, data = blob_of(api, tmp_path / "made")
     assert api.get("/readyz").status_code == 200
     site.faults = [Fault(f"^(GET|HEAD) /{site.bucket}", times=99, status=403, code="AccessDenied")]
     answer = api.get(path)
     assert (answer.status_code, answer.headers["content-type"]) == (503, "application/problem+json")
     assert site.bucket in answer.json()["detail"] and "403" in answer.json()["detail"]
-    api.client.app.state.writes._check = None  # type: ignore[attr-defined]  # it looks every two seconds
+    # Forget the last check. Otherwise health checks again only after two seconds.
+    api.client.app.state.writes._check = None  # type: ignore[attr-defined]
     answer = api.get("/readyz")
     assert answer.status_code == 503 and site.bucket in answer.json()["detail"]
     site.faults = [Fault("^GET", times=9, cut_after=0)]

@@ -1,4 +1,4 @@
-"""Jobs on Celery over a real Redis, with real workers; `test_jobs_local` kills these, too."""
+"""Jobs on Celery over a real Redis, with real workers. `test_jobs_local` also kills these."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +27,7 @@ def site(tmp_path: Path, redis: Redis) -> Iterator[Site]:
 
 
 def test_dispatched_jobs_finish(site: Site) -> None:
-    site.settings.update(CONCURRENCY="2", SWEEP_S="600")  # nothing but the message starts them
+    site.settings.update(CONCURRENCY="2", SWEEP_S="600")  # only the messages start the jobs
     site.start_worker()
     made = [site.submit() for _ in range(3)]
     dispatcher = dispatcher_of(site)

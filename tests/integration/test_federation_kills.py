@@ -1,4 +1,4 @@
-"""Worker, API and database killed at each step of a round: nothing lost, nothing counted twice."""
+"""Worker, API and database killed at each step of a round: nothing is lost, nothing is counted twice."""
 
 import subprocess
 import sys
@@ -27,14 +27,14 @@ WAIT_S = 800.0
 
 @contextmanager
 def process(name: str, api: Api, step: str, mark: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """An API or a worker on the data of a service under test, that kills itself at a step."""
+    """Run an API or a worker on the data of a service under test. It kills itself at a step."""
     settings = {
         "PERMILLE_DATA_DIR": str(api.service.settings.data_dir),
         "PERMILLE_PORT": "0",
         "PERMILLE_POLL_S": "0.05",
         "PERMILLE_SWEEP_S": "0.2",
-        # A worker on a busy machine may stand still for longer than the usual lease. Its own sweeper then
-        # starts one attempt more, and these tests count attempts. A killed child is seen without a lease.
+        # A worker on a busy machine may pause for longer than the usual lease. Its own sweeper would then
+        # start another attempt, and these tests count attempts. A killed child is detected without a lease.
         "PERMILLE_LEASE_S": "900",
         "KILL_AT": step,
         "KILL_MARK": str(mark),
@@ -57,7 +57,7 @@ def wait_until(is_so: Callable[[], bool], log: Path) -> None:
 
 
 def sent_by_all(site: Site, number: int = 0) -> list[bytes]:
-    """Let all members send, and return what they sent."""
+    """Let all members send. Return their contributions."""
     sent = []
     for member in site.members:
         site.catch_up(member)
@@ -68,14 +68,14 @@ def sent_by_all(site: Site, number: int = 0) -> list[bytes]:
 
 
 def expected_record(site: Site, history: History, sent: list[bytes]) -> bytes:
-    """The round that these contributions make, computed here."""
+    """Return the record of the round, computed here from these contributions."""
     keys = [member.device.key.public_key() for member in site.members]
     read = [decode_contribution(data, site.definition, key) for data, key in zip(sent, keys, strict=True)]
     return combine(site.definition, history.number, read).to_bytes()
 
 
 def check_counted_once(site: Site, sent: list[bytes], number: int = 0) -> None:
-    """Each contribution is in the round once, the chain follows, and their bytes are gone."""
+    """Check that the round has each contribution once, the chain is right, and no bytes are left."""
     history = History.begin(site.definition)
     record = site.api.get(f"{site.path}/rounds/{number}/record").content
     assert record == expected_record(site, history, sent)
@@ -129,7 +129,7 @@ def test_an_api_killed_while_it_takes_a_contribution(tmp_path: Path, step: str) 
 
 
 def put_there(api: Api, site: Site, secret: str, data: bytes, folder: Path) -> httpx.Response | None:
-    """Send a contribution to the API process; None where it died before it answered."""
+    """Send a contribution to the API process. Return None if it died before it answered."""
     url_path = api.service.settings.data_dir / "service.url"
     wait_until(url_path.exists, folder / "api.log")
     headers = api.auth(secret) | {"Content-Type": CONTRIBUTION_MEDIA_TYPE}
@@ -137,7 +137,7 @@ def put_there(api: Api, site: Site, secret: str, data: bytes, folder: Path) -> h
         path = f"{url_path.read_text().strip()}{site.path}/rounds/0/contribution"
         return httpx.put(path, content=data, headers=headers, timeout=60.0, trust_env=False)
     except httpx.TransportError:
-        url_path.unlink()  # a killed process leaves it
+        url_path.unlink()  # the killed process has left the file
         return None
 
 

@@ -1,4 +1,4 @@
-"""Downloads from a hub, as a process of its own makes them: against a local server of the hub's routes."""
+"""Downloads from a hub by a process, against a local server with the hub's routes."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from permille.models.checkpoint import Checkpoint
 from tests.hub_site import COMMIT, GATED, REPOSITORY, HubSite, hub_site
 
 MODEL = Path(__file__).parents[2] / "examples" / "model"
-# Copies of the weights for other programs, pickles and code: nothing that is fetched.
+# Copies of the weights for other programs, pickles and code. They must not be downloaded.
 OTHERS = {
     "consolidated.safetensors": b"x" * 100,
     "original/consolidated.00.pth": b"x" * 100,
@@ -103,7 +103,7 @@ def test_a_hub_out_of_reach_is_no_model_without_files(site: HubSite, tmp_path: P
     folder = tmp_path / "hub" / REPOSITORY.replace("/", "--") / COMMIT
     folder.mkdir(parents=True)
     (folder / "config.json").write_bytes(site.files["config.json"])
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # a port on which no hub answers, once it is closed
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # no hub answers on this port once it is closed
         away = HubSite(url=f"http://127.0.0.1:{taken.getsockname()[1]}", files={})
     said = download(away, tmp_path)
     assert said.startswith(f"RetryableError: Cannot reach the hub for {REPOSITORY}"), said

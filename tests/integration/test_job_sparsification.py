@@ -1,4 +1,4 @@
-"""A sparsification by a worker process that is killed in earnest."""
+"""A sparsification by a worker process that is killed."""
 
 import json
 import signal
@@ -65,7 +65,7 @@ def test_a_kill_at_seven_tenths_costs_one_layer_at_most(tmp_path: Path) -> None:
         [result] = site.results()
     rows_NT = token_sequences(FileTokenizer(model), file_texts(texts, ReadReport()), 16, 32, 0)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the worker: with more, sums have other last bits
+    torch.set_num_threads(1)  # Like the worker: more threads would change the last bits of sums.
     try:
         prune_model(
             Checkpoint(model), tmp_path / "whole", PruningText(calibration_NT=rows_NT), request.plan()

@@ -1,4 +1,4 @@
-"""The embedded default: local workers over SQLite, as processes, killed in earnest; some on Celery, too."""
+"""Local workers over SQLite, the default, as processes that are killed. Some tests also use Celery."""
 
 import os
 import random
@@ -145,7 +145,7 @@ def test_sigterm_gives_a_long_job_back_unharmed(site: Site) -> None:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_workers_killed_at_random_moments_lose_nothing_and_publish_once(site: Site, kills: int) -> None:
-    """Kills fall anywhere: at start, claim, work, publication. The seed varies them from run to run."""
+    """Kills occur at any point: start, claim, work, publication. The seed differs between runs."""
     rng = random.Random(os.getpid())
     site.settings["LEASE_S"] = "2"
     made = [site.submit(steps=4, step_s=0.05, max_attempts=50) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""The workers as they are installed, with the real tasks, on PostgreSQL and Redis."""
+"""The installed workers with the real tasks, on PostgreSQL and Redis."""
 
 import signal
 from collections.abc import Iterator

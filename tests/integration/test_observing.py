@@ -1,4 +1,4 @@
-"""Numbers, logs and traces of real processes, and their orderly stop."""
+"""Metrics, logs and traces of real processes, and their orderly stop."""
 
 import gzip
 import json
@@ -51,8 +51,8 @@ def test_one_id_leads_from_a_request_to_the_process_that_does_its_job(tmp_path: 
                 for name in ("MADE", "UP"):
                     assert client.request(name, "/v1/masks").status_code == 405
                 api = _numbers(client.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).text)
-                assert client.get("/metrics").status_code == 401  # an operator's token opens it not
-            assert not [labels for name, labels in api if name == "permille_jobs"]  # none is left to do
+                assert client.get("/metrics").status_code == 401  # an operator's token does not give access
+            assert not [labels for name, labels in api if name == "permille_jobs"]  # no job is unfinished
             assert api["permille_request_seconds_count", "method=POST,route=/v1/masks,status=202"] == 1
             assert api["permille_request_seconds_count", "method=GET,route=other,status=404"] == 1
             assert api["permille_request_seconds_count", "method=other,route=/v1/masks,status=405"] == 2
@@ -123,7 +123,7 @@ def test_a_damaged_traceparent_is_none() -> None:
 
 
 def _numbers(text: str) -> dict[tuple[str, str], float]:
-    """Samples by name and labels."""
+    """Return the samples by name and labels."""
     return {
         (
             sample.name,
@@ -136,7 +136,7 @@ def _numbers(text: str) -> dict[tuple[str, str], float]:
 
 @contextmanager
 def _collector() -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """A server that takes spans as OpenTelemetry's exporter sends them."""
+    """Run a server that receives spans from OpenTelemetry's exporter. Yield its URL and the list of spans."""
     spans: list[dict[str, str]] = []
 
     class Handler(BaseHTTPRequestHandler):

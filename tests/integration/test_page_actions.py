@@ -1,4 +1,4 @@
-"""Actions from the page below `/ui`: the forms, who may send them, and what is refused."""
+"""Actions on the pages below `/ui`: the forms, who may send them, and what is refused."""
 
 import re
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def send(client: TestClient, path: str, step: str = "", **typed: str) -> Any:
 
 
 def facts(answer: Any) -> str:
-    """Return the values that a page which asks for a confirmation claims to have shown."""
+    """Return the digest of the values that a confirmation page has shown."""
     found = re.search(r'name="shown" value="([0-9a-f]{64})"', answer.text)
     assert found is not None, shown(answer)
     return found[1]
@@ -51,12 +51,12 @@ def confirm(client: TestClient, path: str, **typed: str) -> Any:
 
 
 def shown(answer: Any) -> str:
-    """The words of a page, without its markup."""
+    """Return the text of a page without its markup."""
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", answer.text)).split())
 
 
 def stock(api: Api, devices: int = 3) -> tuple[str, str]:
-    """Publish a package that some devices follow, and return its digest and that of another one."""
+    """Publish a package that some devices follow. Return its digest and that of another package."""
     first, other = api.package(), api.package(seed=1)
     api.publish(first)
     for _ in range(devices):
@@ -75,7 +75,7 @@ def test_a_release_is_confirmed_with_the_number_of_devices_and_published_once(ap
     assert "tiny 2 gets a package that no release has yet, and stable points at it. 3 devices" in shown(asked)
     assert len(api.get("/v1/releases?name=tiny").json()["items"]) == 1, "nothing before it is confirmed"
     assert 'value="stable"' in send(client, "/ui/new/release", "edit", **typed).text
-    for _ in range(2):  # a second click makes nothing twice
+    for _ in range(2):  # a second click has no effect
         made = send(client, "/ui/new/release", "confirmed", shown=facts(asked), **typed)
         assert made.headers["location"] == "/ui/releases/tiny?version=2"
     assert [one["version"] for one in api.get("/v1/releases?name=tiny").json()["items"]] == [2, 1]
@@ -90,7 +90,7 @@ def test_a_confirmation_holds_only_for_what_the_page_showed(api: Api) -> None:
     typed = {"name": "tiny", "package_digest": other, "alias": "stable"}
     asked = send(client, "/ui/new/release", **typed)
     assert send(client, "/ui/new/release", "confirmed", **typed).status_code == 200, "without what it showed"
-    api.post("/v1/releases", {"name": "tiny", "package_digest": first})  # by another operator, meanwhile
+    api.post("/v1/releases", {"name": "tiny", "package_digest": first})  # by another operator in the meantime
     late = send(client, "/ui/new/release", "confirmed", shown=facts(asked), **typed)
     assert "This has changed since you were asked. Nothing was done." in shown(late)
     assert "tiny 3 gets a package" in shown(late)

@@ -1,4 +1,4 @@
-"""The page's lists of what was run and changed: filters in the address, two side by side, names for ids."""
+"""The pages' lists of runs and changes: filters in the address, comparisons, names instead of ids."""
 
 import re
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def signed_in(api: Api, token: str | None = None) -> TestClient:
 
 
 def rows_of(answer: Any) -> list[str]:
-    """The words of each line of a page's tables."""
+    """Return the text of each row of a page's tables."""
     assert answer.status_code == 200, answer.text
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", answer.text, re.DOTALL)
     return [" ".join(unescape(re.sub(r"<[^>]+>", " ", row)).split()) for row in rows[1:]]
@@ -59,7 +59,7 @@ def test_models_and_corpora_of_every_source_are_listed(api: Api) -> None:
 
 
 def add_masks(api: Api) -> tuple[str, list[str]]:
-    """Queue two masks of a model whose corpus has a name; return the model and the jobs."""
+    """Queue two masks of a model and of a corpus with a name. Return the ids of the model and of the jobs."""
     with api.service.database.write() as session:
         model_id = some_model(session, api.tenant_id)
         corpus = inputs.add_corpus(
@@ -185,7 +185,7 @@ def test_the_audit_log_is_for_administrators_and_has_names_and_filters(api: Api)
 
 
 def add_runs(api: Api) -> list[str]:
-    """Let a device report a run that was adopted, one that was not, and another device one on version 2."""
+    """Report an adopted run and a kept one of a device, and one on version 2 of another. Return the ids."""
     first, second = api.device(), api.device()
     kept = {"outcome": "kept_base", "steps": 77}
     told: list[tuple[TestDevice, dict[str, Any]]] = [(first, {}), (first, kept), (second, {"version": 2})]

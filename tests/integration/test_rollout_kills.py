@@ -1,7 +1,7 @@
 """SIGKILL at each step of a rollout: nothing is lost, and nothing is done twice.
 
-A child process does the step on the same database, and dies in its transaction, before the commit, or
-after it and before anybody has the answer. Then the caller asks again, as callers do.
+A child process does the step on the same database. It dies in its transaction, before the commit, or after
+the commit but before the caller gets an answer. Then the caller tries again.
 """
 
 import multiprocessing
@@ -52,7 +52,7 @@ def newest(api: Api) -> str:
 
 
 def report(api: Api, tokens: list[str], **body: Any) -> list[str]:
-    """Let those devices report whose wave is open; returns their tokens."""
+    """Let the devices whose wave is open report. Return their tokens."""
     path = f"/v1/device/rollouts/{newest(api)}/report"
     return [token for token in tokens if api.put(path, body, token).status_code == 204]
 
@@ -62,11 +62,12 @@ class Step:
     """A step of a rollout.
 
     Attributes:
-        before: brings the rollout to the step; it gets the tokens of twelve devices.
-        act: the step.
-        state, wave: of the rollout once the step is done.
-        events: that webhooks are told of.
-        actions: in the audit log, of this rollout.
+        before: Brings the rollout to the step. It gets the tokens of twelve devices.
+        act: Does the step.
+        state: State of the rollout after the step.
+        wave: Wave of the rollout after the step.
+        events: Events that webhooks get.
+        actions: Actions of this rollout in the audit log.
     """
 
     before: Callable[[Api, list[str]], object]
@@ -150,7 +151,7 @@ def api(tmp_path: Path) -> Iterator[Api]:
 
 
 def kill_in(folder: Path, moment: str, act: Callable[[Api], object]) -> None:
-    """Do a step in a child that dies at the first transaction which changes a row of a rollout."""
+    """Do a step in a child that dies at the first transaction that changes a row of a rollout."""
     child = multiprocessing.get_context("fork").Process(target=_die, args=(folder, moment, act))
     child.start()
     child.join(120)
@@ -167,7 +168,8 @@ def _die(folder: Path, moment: str, act: Callable[[Api], object]) -> None:
 
     def die(session: Session, *_: object) -> None:
         if moment == "before_commit":
-            session.flush()  # a commit flushes after this event: without it, the change may still be unknown
+            # A commit flushes only after this event, so without this the changes may be unknown here.
+            session.flush()
         if session.info.get("changes"):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -175,7 +177,7 @@ def _die(folder: Path, moment: str, act: Callable[[Api], object]) -> None:
         event.listen(Session, "before_flush", look)
         event.listen(Session, moment, die)
         act(api)
-    os._exit(1)  # it came to its end
+    os._exit(1)  # the step ended without a kill
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -185,7 +187,7 @@ def test_a_step_that_was_killed_is_done_once(api: Api, tmp_path: Path, name: str
     tokens = [api.device().token() for _ in range(12)]
     step.before(api, tokens)
     kill_in(tmp_path, moment, step.act)
-    if not (name == "revert" and moment == "after_commit"):  # that one is over, and cannot be asked for again
+    if not (name == "revert" and moment == "after_commit"):  # a finished revert cannot be requested again
         step.act(api)
     assert api.get("/v1/trust/metadata/timestamp.json", tokens[0]).status_code == 200, "a poll signs"
     [found] = api.get("/v1/rollouts").json()["items"]
@@ -227,7 +229,7 @@ def test_a_worker_killed_while_it_sends_a_webhook_loses_no_event(
     kill_in(tmp_path, moment, lambda other: send_due(other.service.database, send))
     with api.service.database.write() as session:
         for row in session.scalars(select(WebhookDelivery)):
-            row.next_at = row.created_at  # the claim of the killed worker has run out
+            row.next_at = row.created_at  # The claim of the killed worker has expired.
     assert send_due(api.service.database, send) == 1
     assert len(sent) == 1
     with api.service.database.read() as session:

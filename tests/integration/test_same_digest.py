@@ -1,7 +1,7 @@
-"""One model by three ways, a repository of the hub, a folder and a GGUF file, is one package.
+"""A model from a hub repository, a folder and a GGUF file becomes the same package.
 
-The GGUF file is converted once. The folder that this makes is served by the local hub, so that all three
-have the same weights. Each way is a process of its own with folders of its own.
+The GGUF file is converted once. The local hub serves the resulting folder, so that all three have the same
+weights. Each package is made by its own process in its own folders.
 """
 
 import os
@@ -39,7 +39,7 @@ print(pack_model(blobs, KeptModel(checkpoint, Path(source)) if keeps else checkp
 
 
 def package_digest(work: Path, source: str, *, commit: str = "", kept: bool = False, hub: str = "") -> str:
-    """Make a package in a fresh process; `kept` takes embedding and head of the file as the service does."""
+    """Make a package in a new process. `kept` keeps the file's embedding and head, as the service does."""
     work.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(work / "home"), "HF_HUB_DISABLE_XET": "1"}

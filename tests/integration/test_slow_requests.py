@@ -1,4 +1,4 @@
-"""Requests that wait: for each other, for locks, for a database that hangs. Health answers meanwhile."""
+"""Requests that wait for each other, for locks, or for a database that hangs. Meanwhile, health answers."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from tests.api_service import Api, running_api
 from tests.unit.store.postgres import Server, postgres_server
 
 READS = 3
-THREADS = 40  # anyio's default
+THREADS = 40  # the default of anyio
 LONG_S = 60.0
 
 
@@ -32,7 +32,7 @@ def test_more_slow_requests_than_threads_leave_health_a_connection(
     entered, end, list_all = threading.Semaphore(0), threading.Event(), rows.list_all
 
     def wait(session: Session, *arguments: Any, **options: Any) -> Any:
-        session.execute(text("SELECT 1"))  # takes a connection
+        session.execute(text("SELECT 1"))  # this takes a connection
         entered.release()
         end.wait(LONG_S)
         return list_all(session, *arguments, **options)
@@ -78,14 +78,14 @@ def test_a_server_that_hangs_does_not_stop_health(tmp_path: Path, monkeypatch: p
 
 
 def job_path(api: Api) -> str:
-    """The path of a job that is there."""
+    """Return the path of an existing job."""
     api.package()
     return f"/v1/jobs/{api.get('/v1/jobs').json()['items'][0]['id']}"
 
 
 @contextmanager
 def stopped(server: Server) -> Iterator[None]:
-    """A server that answers nothing, though the system keeps its connections."""
+    """Stop the processes of a database server. The system keeps its connections open, but nothing answers."""
     processes = [server.pid, *(child.pid for child in psutil.Process(server.pid).children(recursive=True))]
     for pid in processes:
         os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""`permille up` with real processes: one to a data folder, its children start again, all of them end."""
+"""`permille up` with real processes: one per data folder, its children are restarted, all of them end."""
 
 import json
 import os
