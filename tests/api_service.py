@@ -67,7 +67,7 @@ class Api:
         return tenant.id
 
     def statements(self, path: str, token: str | None = None) -> int:
-        """Count the SQL statements of a GET request, without BEGIN. COMMIT is not an event here."""
+        """Count the SQL statements of a GET request, without those that begin a transaction."""
         told: list[str] = []
 
         def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:

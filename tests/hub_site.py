@@ -32,7 +32,7 @@ class HubSite:
         url: Address without a slash at the end.
         files: Files of the repository.
         claimed: Sizes that the server states instead of the real ones.
-        asked: Names of the files whose content was asked for, in order.
+        asked: Paths of the files whose content was asked for, in order.
         ranges: `Range` headers of these requests.
         stall_after: Number of bytes of a file after which the server stops sending until `go_on` is set.
         stalled: Set when the server stopped sending.

@@ -175,6 +175,7 @@ def _files(folder: Path) -> list[Path]:
 def _seed(path: Path) -> Seed:
     data, file = path.read_bytes(), GgufFile(path)
     names = [len(key).to_bytes(8, "little") + key.encode() for key in (*file.metadata, *file.tensors)]
+    # The 4 bytes behind a name are the type of a value or the number of a tensor's dimensions.
     places = [data.index(name) + len(name) + 4 for name in names]
     header = min(place.begin for place in file.tensors.values())
     return Seed(data=data, header=header, places=(8 + 4, 16 + 4, *places))

@@ -172,6 +172,7 @@ def test_swapped_chunks_are_refused_because_checksums_are_chained() -> None:
     assert code_of(data[:start] + data[middle:end] + data[start:middle] + data[end:]) == "log-corrupt"
 
 
+# Payloads in hexadecimal (FORMAT 9.2): flagged steps with position and flags, then coefficients.
 OF_ONE_STEP = """00 000202 008200 0082 000282 00808080808001 800002 020001000100
     01010102 01000002 01000402 01000202 01000302"""
 OF_TWO_STEPS = "02010100010202 02010101010202 ffffffff0f0202"

@@ -1,4 +1,4 @@
-"""Malformed privacy rules, masked contributions and requests to a keeper (FORMAT 13.6, 13.7)."""
+"""Malformed privacy rules, masked contributions and questions to a keeper (FORMAT 13.6, 13.7)."""
 
 import json
 import struct
@@ -34,6 +34,7 @@ SENT = make_contributions(HISTORY, 40)
 GOOD = encode_masked(RULES, 0, HISTORY.digest, vector_of(SENT[0]), KEY)
 MASKED, _ = make_masked(HISTORY, SENT)
 ASKED = opening_of(RULES, 0, MASKED).to_bytes()
+# Sizes in a question: of all before the entries, and of an entry (key, seal, signature).
 HEAD = 16 + len(RULES.to_bytes())
 ENTRY = 32 + 80 + 64
 ANSWER = b"PMLSUM1\n" + bytes(32 + 4 * 13)
@@ -60,7 +61,7 @@ def asked(data: bytes) -> Callable[[], object]:
 
 
 def swapped() -> bytes:
-    """Return the request with its first two devices exchanged."""
+    """Return the question with its first two devices exchanged."""
     return (
         ASKED[:HEAD]
         + ASKED[HEAD + ENTRY : HEAD + 2 * ENTRY]

@@ -208,6 +208,7 @@ try:
 except OSError:
     pass
 """
+# The flags are CLONE_NEWUSER and CLONE_NEWNET.
 MAY_UNSHARE = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x40000000) != 0)"
 
 

@@ -25,7 +25,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def home_with_hostile_package(root: Path) -> Path:
-    """Install a package whose tokenizer decodes most letters to an escape that writes the clipboard.
+    """Install a package whose tokenizer decodes letters to an escape sequence that writes the clipboard.
 
     The letters of the trial's sentence are spared, so that the package passes its trial.
     """

@@ -18,6 +18,7 @@ from tests.federation.run import descendants
 
 JOBS_A_FAULT: Final = 5
 _SPARED_S: Final = 30.0
+# Weights of the groups of faults.
 _SHARES: Final = {
     "step child": 26,
     "step worker": 12,

@@ -53,6 +53,7 @@ NAME = "readers"
 TEXTS, TEXT_SENTENCES = 12, 130
 THREADS = 8
 ORDERS = 100
+# Shares of the invited devices.
 DROPOUTS, LATE, TWICE, CONFLICTING, FORGING = 0.20, 0.05, 0.05, 0.03, 0.05
 _WAIT_S, _POLL_S = 120.0, 0.1
 

@@ -71,7 +71,8 @@ def test_who_has_spent_all_takes_nobodys_chance_to_be_drawn(api: Api) -> None:
     site.pass_deadline()
     with api.service.database.write() as session:
         federation = session.scalars(select(tables.Federation)).one()
-        federation.target = 3  # One in five of twenty devices would be drawn, but all of three.
+        # Among twenty devices, one in five would be drawn. Among the three with budget left, all are drawn.
+        federation.target = 3
         same = {"federation_id": federation.id, "tenant_id": federation.tenant_id, "number": 0}
         for member in spent:
             session.add(tables.PrivacyCharge(**same, device_id=member.device.id, state="spent"))

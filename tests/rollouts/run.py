@@ -52,6 +52,7 @@ from tests.api_service import running_api
 from tests.federation.run import Site
 
 KINDS = ("good", "install", "crash", "silent", "worse")
+# First wave in percent, then the standard deviation and the harm of a bad version in nats.
 FIRST_WAVE = 20
 NOISE, WORSE_BY = 0.01, 0.05
 DAY_S = 86_400.0
@@ -185,6 +186,7 @@ def roll_out(
     rollout = site.call("POST", "/v1/rollouts", body, expected=201).json()
     path, rng = f"/v1/rollouts/{rollout['id']}", random.Random(seed)
     ranked = sorted(devices, key=lambda one: place_of(rollout["id"], one.id))
+    # (m, n): n of every m devices have the fate. The others are good.
     bad = {"install": (20, 1), "crash": (50, 1), "silent": (10, 1), "worse": (10, 3)}.get(kind)
     for number, device in enumerate(ranked):
         device.is_gone = False
