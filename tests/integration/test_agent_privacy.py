@@ -1,8 +1,8 @@
 """Search all traffic and all logs for canaries from the user's text.
 
 The tests use the real commands and the real engine: enroll, pull, train, report, and the daemon. They find a
-canary in clear, in another case, URL-encoded, in hexadecimal, in base64 at any offset, or in pieces of
-`PIECE` characters that are spread over fields or requests.
+canary in clear, in another case, URL-encoded, in hexadecimal, and in base64 at any offset. They also find
+pieces of `PIECE` characters that are spread over fields or requests.
 """
 
 import base64

@@ -4,8 +4,10 @@
 
 `permille up` runs API and worker as processes. Each device has its home and key, and pulls with the agent's
 own code over HTTP, in a pool of threads. Two things are simulated: the trial of a package, which is a
-process, and the training. The bad versions fail to install on 5 % of devices, crash on 2 %, leave 10 %
-silent, or make the model of 30 % worse by 0.05 nats. API and worker are killed at random moments.
+process, and the training. API and worker are killed at random moments.
+
+The bad versions fail to install on 5 % of devices, crash on 2 %, or leave 10 % silent. The last one makes the
+model of 30 % worse by 0.05 nats.
 
 A rollout is correct if each device that ended its part is counted once, with the code that it reported. The
 last line is
