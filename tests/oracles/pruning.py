@@ -1,9 +1,9 @@
 """Compare our pruning with llm-compressor's: `make oracle-pruning`.
 
 Print a line for each model, method and pattern: the share of weights on whose zeros both agree, and the
-linear with the least share. It also has the distance between the weights that both keep. The exit code is 1
-if a share is below 99.9 % at one half or 2:4. docs/results/pruning.md says where they differ, and why 4:8 is
-only printed.
+linear with the least share. The line ends with the distance between the weights that both keep. The exit code
+is 1 if a share is below 99.9 % at one half or 2:4. docs/results/pruning.md says where they differ, and why
+4:8 is only printed.
 """
 
 import itertools
