@@ -1,4 +1,4 @@
-"""Fixtures of the device's tests: a home folder, a package, a service that offers it, an enrolled device."""
+"""Fixtures of the agent's tests: a home folder, a package, a service that offers it, an enrolled device."""
 
 import random
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tests.packages import tiny_package
 
 @pytest.fixture(scope="session")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """A tiny package, in the folder of the service."""
+    """Return a tiny package in the service's blob folder."""
     return tiny_package(tmp_path_factory.mktemp("published"))
 
 
@@ -28,25 +28,25 @@ def home(tmp_path: Path) -> Home:
 
 @pytest.fixture
 def service(package: Package) -> Iterator[DeviceService]:
-    """A service that offers `package` as version 1."""
+    """Yield a service that offers `package` as version 1."""
     with serving(package.blobs.root) as running:
         running.publish(package.digest, 1)
         yield running
 
 
 def fast_connection(server: str, ca_file: Path | None) -> Connection:
-    """A connection that waits for nothing between attempts."""
+    """Return a connection that does not wait between attempts."""
     return Connection(server, ca_file=ca_file, sleep=lambda _seconds: None, rng=random.Random(0))
 
 
 @pytest.fixture
 def enrolment(home: Home, service: DeviceService) -> Enrolment:
-    """This device, enrolled with `service`."""
+    """Enrol the device with `service`."""
     return enroll(home, service.url, service.invitation, connection=fast_connection)
 
 
 @pytest.fixture
 def api(home: Home, enrolment: Enrolment) -> Iterator[DeviceApi]:
-    """The service, as the enrolled device."""
+    """Yield the service's interface for the enrolled device."""
     with open_api(home, connection=fast_connection) as opened:
         yield opened

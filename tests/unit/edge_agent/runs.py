@@ -1,4 +1,4 @@
-"""Fixtures for tests of runs: a home with an installed tiny package, a user's text, quick options."""
+"""Fixtures for tests of runs: a home with an installed tiny package, a user's text, and quick options."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,13 +31,13 @@ QUICK = TrainOptions(
 )
 
 TINY_RATE = 1.0
-"""Scales the rate of gradients: a table of pairs learns by larger steps than a model of layers."""
+"""Factor of the gradient's learning rate. The tiny model, a table of pairs, learns by larger steps."""
 
 Begin = Callable[..., Run]
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
+    """Stand-in for SIGKILL. As a `BaseException`, it passes every `except Exception`."""
 
 
 def home_with_package(root: Path, *, chat_template: str | None = None) -> tuple[Home, Package]:
@@ -48,7 +48,7 @@ def home_with_package(root: Path, *, chat_template: str | None = None) -> tuple[
 
 
 def user_text(folder: Path, count: int = 320, *, seed: int = 3) -> Path:
-    """A file of a user who writes about days and rivers."""
+    """Write a file of user text about days and rivers."""
     path = folder / "user.txt"
     path.write_text("\n\n".join(sentences(count, seed=seed)))
     return path
@@ -57,7 +57,7 @@ def user_text(folder: Path, count: int = 320, *, seed: int = 3) -> Path:
 def run_of(
     package: Package, engine: Engine, text: Path, folder: Path, options: TrainOptions = QUICK, **changes: Any
 ) -> Run:
-    """A run with all that its phases work with."""
+    """Return a run, prepared for its phases."""
     options = replace(options, **changes)
     documents, _ = read_documents([text])
     tokenizer = package_tokenizer(package)
@@ -74,48 +74,51 @@ def run_of(
 
 
 def train_quickly(home: Home, data_paths: Sequence[Path], **changes: Any) -> RunResult:
-    """Return the result of `run_training` with quick options; `changes` apply to options or context."""
+    """Return the result of `run_training` with quick options.
+
+    `changes` are fields of the options or the context.
+    """
     options = {name: changes.pop(name) for name in list(changes) if name in TrainOptions.__dataclass_fields__}
     context = RunContext(**{"engine_of": bigram_engine, **changes})
     return run_training(home, data_paths, replace(QUICK, **options), context)
 
 
 def plan_and_train(run: Run) -> tuple[Plan, SelectedState]:
-    """Return the plan and the selection of `run`."""
+    """Return the plan and the selected state of `run`."""
     plan = make_plan(run)
     return plan, train(run, plan)
 
 
 @dataclass(frozen=True)
 class Device:
-    """A home with a tiny package installed, and what its user wrote."""
+    """A home with a tiny package installed, and the user's text."""
 
     home: Home
     package: Package
     text: Path
 
     def train(self, *more: Path, **changes: Any) -> RunResult:
-        """See `train_quickly`."""
+        """Train on the user's text and `more`. See `train_quickly`."""
         return train_quickly(self.home, [self.text, *more], **changes)
 
     def install(self, version: int, **changes: Any) -> Package:
-        """Another tiny package, as a later version of the release."""
+        """Install another tiny package as a later version of the release."""
         package = tiny_package(self.home.blobs, **changes)
         release = InstalledRelease(name="tiny", version=version, manifest_digest=package.digest)
         record_installed(self.home, release)
         return package
 
     def active(self) -> Active:
-        """The active model."""
+        """Return the active model. There must be one."""
         active = active_model(self.home)
         assert active is not None
         return active
 
     def used_values(self) -> NDArray[np.float32]:
-        """The values of the active model, which is one of `package`."""
+        """Return the values of the active model, which must be one of `package`."""
         return model_values(self.home, self.active(), self.package)
 
 
 def device_at(root: Path, text: Path) -> Device:
-    """A device whose home is `root`."""
+    """Return a device with its home in `root`."""
     return Device(*home_with_package(root), text)

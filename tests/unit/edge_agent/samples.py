@@ -1,4 +1,4 @@
-"""Reports for tests."""
+"""Sample metrics of runs."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ OTHER_RUN_ID = "6b0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11"
 
 
 def metrics(**changes: Any) -> RunMetrics:
-    """The metrics of a run that was adopted."""
+    """Return the metrics of an adopted run, with `changes`."""
     fields: dict[str, Any] = {
         "package_digest": "sha256:" + "a" * 64,
         "release": "tiny-llama",

@@ -1,4 +1,4 @@
-"""The interface for programs that embed the agent: what they train is what the agent trains."""
+"""Tests of the interface for programs that embed the agent: it trains the same values as the agent."""
 
 from pathlib import Path
 

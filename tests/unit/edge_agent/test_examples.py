@@ -1,4 +1,4 @@
-"""The examples in docstrings of the agent and the keeper give the output that they show."""
+"""Doctests of the agent and the keeper."""
 
 import doctest
 import importlib

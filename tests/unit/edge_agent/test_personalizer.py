@@ -1,4 +1,4 @@
-"""`Personalizer` under what programs do to it: two at once, folders of others, packages that change."""
+"""Tests of `Personalizer` in difficult cases: two at once, foreign folders, and changed packages."""
 
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,7 @@ def test_a_folder_with_another_package_is_refused(package: Package, tmp_path: Pa
     with pytest.raises(InputError, match=f"has another package, {package.digest}"):
         Personalizer(other, personal.folder, threads=1)
     Personalizer(package, personal.folder, threads=1)
-    install_package(personal._home, other)  # as another program may, meanwhile
+    install_package(personal._home, other)  # another program can do this meanwhile
     with pytest.raises(InputError, match=f"has another package, {other.digest}"):
         personal.fit(list(sentences(320, seed=3)), steps=1)
 

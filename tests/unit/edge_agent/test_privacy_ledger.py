@@ -1,4 +1,4 @@
-"""The device's ledger charges what leaves once, forgets nothing, and stops at what was promised."""
+"""Tests of the device's privacy ledger: each contribution is charged once, and the promised limit holds."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command line: help for each command, JSON everywhere, exit codes for scripts, a light start."""
+"""Tests of the command line: help, JSON output and exit codes of every command, and imports at the start."""
 
 import io
 import json
@@ -41,7 +41,7 @@ AWAY = Fault(path="/v1/", status=503, headers={"retry-after": "600"}, times=99)
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a command."""
+    """Exit code and output of a command."""
 
     code: int
     output: str
@@ -49,7 +49,7 @@ class Ended:
 
     @property
     def document(self) -> dict[str, Any]:
-        """Standard output as the one JSON document that it is."""
+        """Standard output, parsed as one JSON document."""
         parsed: dict[str, Any] = json.loads(self.output)
         return parsed
 
@@ -59,7 +59,7 @@ Agent = Callable[..., Ended]
 
 @pytest.fixture
 def agent(home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Agent:
-    """`permille-agent` on the test's home folder."""
+    """Return a function that runs `permille-agent` on the test's home folder."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: str) -> Ended:
@@ -73,7 +73,7 @@ def agent(home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 @pytest.fixture
 def enrolled(agent: Agent, service: DeviceService) -> Iterator[Agent]:
-    """`permille-agent` of a device that is enrolled."""
+    """Return `agent` after an enrolment of the device."""
     assert agent("enroll", service.url, service.invitation).code == ExitCode.OK
     yield agent
 
@@ -81,7 +81,7 @@ def enrolled(agent: Agent, service: DeviceService) -> Iterator[Agent]:
 def test_enroll_pull_status_tell_what_they_did(
     agent: Agent, service: DeviceService, package: Package
 ) -> None:
-    # Status needs no network and no enrolment.
+    # Before the enrolment, `status` works without the network.
     status = agent("status", "--json")
     assert (status.code, status.document["enrolment"]) == (0, None)
     enrolled = agent("enroll", service.url, service.invitation, "--name", "kitchen", "--json")
@@ -156,7 +156,7 @@ def test_share_log_is_switched_shown_withdrawn_and_deleted(
     assert enrolled("share-log", "delete", RUN_ID, "--json").document == {"deleted": 1}
     assert service.deleted_logs == [RUN_ID]
     enqueue(home, RUN_ID[:-1] + "2", metrics(), shared_log=b"log")
-    # One more waits in the folder of its run.
+    # A log can also wait in its run's folder.
     waiting = home.runs / "r" / "shared.log"
     waiting.parent.mkdir()
     waiting.write_bytes(b"log")
@@ -292,7 +292,7 @@ def test_a_daemon_ends_cleanly_on_sigterm_and_is_the_only_one(enrolled: Agent, h
 
 
 def commands(group: Any = None, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """All commands, groups resolved."""
+    """Yield the words of every command. Groups are resolved."""
     group = group or typer.main.get_command(app)
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
@@ -330,7 +330,7 @@ def test_version(agent: Agent) -> None:
 
 
 def test_the_start_is_light() -> None:
-    """No torch, tokenizer, network library or number cruncher to print help."""
+    """Printing help imports none of the slow libraries."""
     heavy = {"torch", "transformers", "tokenizers", "httpx", "numpy", "pydantic", "cryptography", "jinja2"}
     code = "import sys, permille_agent.cli.main; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The commands that train and use the model: arguments, output, exit codes."""
+"""Tests of the commands that train and use the model: arguments, output and exit codes."""
 
 import io
 import json
@@ -31,7 +31,7 @@ from tests.unit.edge_agent.runs import TINY_RATE, home_with_package, user_text
 
 @pytest.fixture(autouse=True)
 def quick_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line asks the factory; here it gives the engine of tests."""
+    """Replace the engine factory, so that the command line gets the quick engine of the tests."""
 
     def open_engine(package: Package, *_name: object, **_choices: object) -> BigramEngine:
         return BigramEngine(package)
@@ -45,7 +45,10 @@ def home(tmp_path: Path) -> Home:
 
 
 def _run(home: Home, *arguments: str) -> int:
-    """The command's exit code; along a gradient it trains at a rate that the tiny model learns by."""
+    """Return the command's exit code.
+
+    The default estimator is the gradient. It gets `TINY_RATE`, because the tiny model needs larger steps.
+    """
     gradient = arguments[0] == "train" and not {"--estimator", "--share-log"} & set(arguments)
     scale = ("--rate-scale", str(TINY_RATE)) if gradient else ()
     return cli.main(["--home", str(home.root), *arguments, *scale])
@@ -112,7 +115,7 @@ def test_a_run_that_its_engine_refuses_leaves_nothing_to_go_on_with(
     home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = str(user_text(tmp_path))
-    monkeypatch.undo()  # the factory's own answer
+    monkeypatch.undo()  # use the real factory
     assert _run(home, "train", text, "--steps", "6", "--engine", "executorch") == 3
     assert list(home.runs.iterdir()) == []
     assert _run(home, "status", "--json") == 0
@@ -170,7 +173,7 @@ def test_the_log_of_a_run_that_has_ended_can_be_shared_later(
     assert _run(home, "share-log", "on") == 0
     capsys.readouterr()
     assert _run(home, *command) == 0
-    assert _json(capsys)["log_delivery"] == "none"  # that choice is for the runs that come
+    assert _json(capsys)["log_delivery"] == "none"  # the consent is for later runs only
 
     assert _run(home, *command, "--share-log") == 0
 
@@ -316,7 +319,7 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
 
 
 def test_words_of_a_package_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    """A chat template's own error is among the reasons why text was left out."""
+    """The messages of a chat template can be among the reasons for leaving text out."""
     message = "There is too little text: 3 x [/template] [link=https://example.org]here"
     result = RunResult(run="a", run_id="b", outcome=Outcome.REFUSED_DATA, message=message)
     train_command._render(PlainConsole(width=200), result, Delivery.NONE, False)

@@ -1,4 +1,4 @@
-"""The daemon: when it polls, when it trains, what it remembers, and how it ends."""
+"""Tests of the daemon: when it polls, when it trains, what it stores, and how it ends."""
 
 import logging
 import random
@@ -42,7 +42,7 @@ UNPLUGGED = PowerAndLoad(on_ac=False, battery=90.0, load=0.0)
 
 @dataclass
 class Outside:
-    """A clock, a machine and a training that a test moves."""
+    """A clock, a machine and a training that the test controls."""
 
     now: datetime = field(default_factory=lambda: datetime(2026, 3, 1, 12).astimezone())
     seconds: float = 0.0
@@ -68,7 +68,7 @@ class Outside:
         self.now += timedelta(seconds=seconds)
 
     def train(self, home: Home, request: TrainingRequest, keep_going: Callable[[], bool]) -> str:
-        """A training of `training_s`, asked every 5 seconds whether to go on."""
+        """Train for `training_s` seconds. Every 5 seconds, ask `keep_going` whether to continue."""
         self.requests.append(request)
         if isinstance(self.outcome, PermilleError):
             raise self.outcome
@@ -85,13 +85,13 @@ class Outside:
 
 @pytest.fixture
 def outside() -> Outside:
-    """Noon on an idle machine."""
+    """Return noon on an idle machine."""
     return Outside()
 
 
 @pytest.fixture
 def daemon(home: Home, enrolment: Enrolment, outside: Outside, tmp_path: Path) -> Daemon:
-    """A daemon of an enrolled device with one file of the user."""
+    """Return the daemon of an enrolled device with one user file."""
     (tmp_path / "notes.txt").write_text("text of the user")
     add_references(home, [tmp_path / "notes.txt"])
     return Daemon(home, threading.Event(), outside.world())
@@ -101,7 +101,7 @@ def test_one_pass_pulls_trains_reports_and_notes_it(
     home: Home, daemon: Daemon, outside: Outside, service: DeviceService, tmp_path: Path
 ) -> None:
     enqueue(home, RUN_ID, metrics(), shared_log=None)
-    with hold_lock(home, "pull"):  # within this process the lock may be taken again
+    with hold_lock(home, "pull"):  # a process can take its own lock again
         daemon.run_once()
     assert installed_release(home) is not None
     (request,) = outside.requests
@@ -119,7 +119,7 @@ def test_damage_on_the_disk_is_looked_for_and_mended_once_a_day(
     personal = Active(package=package.digest, run="a-run")
     activate(home, personal, expected=active_model(home))
     service.publish(tiny_package(package.blobs.root, seed=1).digest, 2)
-    daemon.run_once()  # the active model keeps a package that `pull` opens no more
+    daemon.run_once()  # the active model still needs the old package, which `pull` does not open any more
     path = BlobFolder(home.blobs).path(package.manifest.layer(Role.PLAIN).digest)
     whole = path.read_bytes()
     path.chmod(0o600)
@@ -354,7 +354,7 @@ def test_a_fingerprint_follows_files_in_folders(tmp_path: Path) -> None:
 
 @dataclass
 class Rounds:
-    """A part of a round that waits or does not, and when rounds were exchanged."""
+    """The part of a round that is waiting, if any, and the times at which rounds were exchanged."""
 
     part: RoundPart | None = None
     exchanged_s: list[float] = field(default_factory=list)
@@ -373,7 +373,7 @@ class Rounds:
 
 @pytest.fixture
 def rounds(home: Home, outside: Outside, monkeypatch: pytest.MonkeyPatch) -> Rounds:
-    """A daemon's view of rounds, which a test moves."""
+    """Replace the daemon's access to rounds with one that the test controls."""
     rounds = Rounds()
 
     def exchanged(_home: Home, _api: DeviceApi, *, now: datetime, has_text: bool) -> Exchanged:

@@ -1,4 +1,4 @@
-"""The policy: what it allows at which hour, and what its file may say."""
+"""Tests of the policy: what it allows at which hour, and which files are valid."""
 
 from datetime import datetime
 

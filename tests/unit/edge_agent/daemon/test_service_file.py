@@ -1,4 +1,4 @@
-"""The service files: what is in them, where they go, and that paths cannot break out of their syntax."""
+"""Tests of the service files: their contents, their places, and the quoting of paths."""
 
 import plistlib
 import shlex

@@ -1,4 +1,4 @@
-"""Training in a child: what it answers, how it stops, and what becomes of it when its parent dies."""
+"""Tests of training in a child process: its answers, its stops, and the death of its parent."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from permille_agent.state.lock import LockedError, hold_lock
 
 REQUEST = TrainingRequest(data_paths=(Path("/no/such/file.txt"),), minutes=1.0, share_log=False)
 
-# A child whose training is the given function: it replaces the module that the child imports.
+# Source of the child. It replaces the training module before the child's code imports it.
 CHILD = """
 import sys, types
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ Doing = Callable[[str], None]
 
 @pytest.fixture
 def child_doing(monkeypatch: pytest.MonkeyPatch) -> Doing:
-    """Make `train_in_child` start a child whose training is this Python."""
+    """Return a function that makes `train_in_child` start a child whose training is the given Python code."""
     real = subprocess.Popen
 
     def install(body: str) -> None:
@@ -144,7 +144,7 @@ def test_a_child_outlives_signals_but_not_its_parent(home: Home) -> None:
         os.kill(child.pid, signal.SIGINT)
         time.sleep(0.2)
         assert psutil.Process(child.pid).is_running()
-        child.stdin.close()  # as the death of the parent does
+        child.stdin.close()  # the parent's death closes this pipe, too
         assert json.loads(child.stdout.readlines()[-1])["outcome"] == "interrupted"
 
 

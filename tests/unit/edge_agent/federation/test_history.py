@@ -1,4 +1,4 @@
-"""The pooled state on a device: followed, loaded with all checks, never exchanged for another history."""
+"""Tests of the pooled state on a device: updates, checks at loading, and refusal of another history."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ DEFINITION = make_definition()
 
 
 def told(definition: Definition, rounds: int, *, seed: int = 0) -> tuple[History, list[Round]]:
-    """A federation's history of some rounds, and the rounds."""
+    """Return a federation's history of `rounds` rounds, and the rounds."""
     history, made = History.begin(definition), []
     for number in range(rounds):
         made.append(combine(definition, number, make_contributions(history, 3, seed=seed + number)))
@@ -36,7 +36,7 @@ def membership(home: Home) -> Membership:
 
 
 def follow(membership: Membership, history: History, rounds: Sequence[Round]) -> History:
-    """Return the device's result with a service that tells this."""
+    """Update the device's history from a service that sends `rounds`."""
 
     def fetch(after: int, _limit_bytes: int) -> bytes:
         return segment(history, rounds[after:])

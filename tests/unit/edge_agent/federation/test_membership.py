@@ -1,4 +1,4 @@
-"""Joining and leaving: choices that are durable, counted, and of the user alone."""
+"""Tests of joining and leaving: the user's choices are durable and counted."""
 
 import pytest
 

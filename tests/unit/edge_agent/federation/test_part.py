@@ -1,4 +1,4 @@
-"""Selection of the text that a round may train with."""
+"""Tests of the selection of text that a round may train with."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def test_no_round_trains_on_text_that_judges_or_selects(tmp_path: Path, package:
     path.write_text("\n\n".join(sentences(lines, seed=4)))
     documents, _ = read_documents([path])
     tokenizer = package_tokenizer(package)
-    for row_tokens in (16, 32, 128):  # a federation's rows may be longer or shorter than those of a run
+    for row_tokens in (16, 32, 128):  # a federation's rows can be longer or shorter than those of a run
         prepared = prepare(documents, tokenizer, row_tokens=row_tokens)
         assert bool(prepared.stages) == (lines == 150)
         trained = "".join(tokenizer.decode(row.ids_T.tolist()) for row in training_rows(prepared))

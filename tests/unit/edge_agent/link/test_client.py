@@ -1,4 +1,4 @@
-"""The connection: where it goes, what it retries, which error a refusal becomes, what it reveals."""
+"""Tests of the connection: permitted servers, retries, errors for refusals, and what requests contain."""
 
 import json
 import random
@@ -29,7 +29,7 @@ from tests.device_service import DeviceService, Fault
 
 @dataclass
 class Waits:
-    """A `sleep` that remembers."""
+    """A `sleep` that only records its arguments."""
 
     seconds: list[float] = field(default_factory=list)
 
@@ -44,7 +44,7 @@ def waits() -> Waits:
 
 @pytest.fixture
 def connection(service: DeviceService, waits: Waits) -> Iterator[Connection]:
-    """A connection to `service` that waits for nothing."""
+    """Yield a connection to `service` that records its waits instead of sleeping."""
     with Connection(service.url, sleep=waits, rng=random.Random(0)) as opened:
         yield opened
 

@@ -1,4 +1,4 @@
-"""Downloads: whatever happens on the way, the blob is either absent or right, and nothing comes twice."""
+"""Tests of downloads: after any fault, the blob is either absent or correct, and no byte is fetched twice."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ DIGEST = digest_of(DATA)
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[DeviceService]:
-    """A service with one blob of 100,000 bytes."""
+    """Yield a service with one blob of 100,000 bytes."""
     BlobFolder(tmp_path / "published").put_bytes(DATA)
     with serving(tmp_path / "published") as running:
         yield running
@@ -62,7 +62,7 @@ class Device:
 
 @pytest.fixture
 def device(home: Home, api: DeviceApi, monkeypatch: pytest.MonkeyPatch) -> Device:
-    # However busy the machine is, no try of these tests is too slow.
+    # On a busy machine, an attempt must not count as too slow.
     monkeypatch.setattr(download, "LEAST_RATE", 1)
     return Device(home, api)
 

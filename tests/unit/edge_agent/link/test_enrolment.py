@@ -1,4 +1,4 @@
-"""Enrolment: once by invitation, again by the same key, with a pinned root that no answer changes."""
+"""Tests of enrolment: by an invitation, again with the same key, and with a pinned root."""
 
 import json
 import stat
@@ -27,7 +27,7 @@ def test_enrolment_is_kept_without_secrets_and_pins_the_root(
     assert CODE not in home.enrolment.read_text()
     identity = load_identity(home)
     assert identity is not None
-    assert enrolment.name == f"device-{identity.public_key[:8]}"  # tells nothing about the machine
+    assert enrolment.name == f"device-{identity.public_key[:8]}"  # the name reveals nothing about the machine
     assert stat.S_IMODE(home.enrolment.stat().st_mode) == 0o600
     assert enrolment.root.encode() == service.repository.newest["root"]
 
@@ -35,7 +35,8 @@ def test_enrolment_is_kept_without_secrets_and_pins_the_root(
 def test_the_same_key_enrols_again_as_the_same_device(
     home: Home, service: DeviceService, enrolment: Enrolment
 ) -> None:
-    service.faults = [Fault(path="enrolments", status=503, times=2)]  # lost answers are asked for again
+    # the request is repeated if its answer is lost
+    service.faults = [Fault(path="enrolments", status=503, times=2)]
     again = enroll(home, service.url, service.invitation, connection=fast_connection)
     assert again == enrolment
     assert len(service.devices) == 1
@@ -108,7 +109,7 @@ def test_tokens_are_renewed_but_not_those_of_a_revoked_device(
         seconds = 3590.0
         api.release(enrolment.release, "stable")
         assert len(service.tokens) == 2
-        service.tokens.clear()  # ended at the service: renewed once
+        service.tokens.clear()  # the service ended the token: the device renews it once
         assert api.release(enrolment.release, "stable").version == 1
         service.revoked.add(enrolment.device_id)
         with pytest.raises(AccessRefusedError):

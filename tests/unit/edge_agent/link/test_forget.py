@@ -1,4 +1,4 @@
-"""Erasing: everything but a short list, overwritten first, and told to the service when it can be."""
+"""Tests of erasing: overwriting, the files that stay, and the deletion requests to the service."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ NOW_S = 1_800_000_000
 
 
 def use(home: Home, user_file: Path) -> list[Path]:
-    """Leave the traces that use leaves; returns the files with secrets."""
+    """Create the files that normal use leaves. Return those that contain the secret."""
     user_file.write_bytes(SECRET)
     add_references(home, [user_file])
     set_sharing(home, log=True)
@@ -41,13 +41,13 @@ def use(home: Home, user_file: Path) -> list[Path]:
 
 
 def upload_log(home: Home, api: DeviceApi) -> None:
-    """A report and its log are at the service."""
+    """Deliver a report and its log to the service."""
     enqueue(home, RUN_ID, metrics(), shared_log=b"log")
     deliver(home, api)
 
 
 def deliver_in_vain(home: Home, api: DeviceApi, service: DeviceService) -> None:
-    """Deliver while the service takes no logs."""
+    """Deliver while the service accepts no logs."""
     service.faults = [Fault(path="log", status=503, times=99)]
     with pytest.raises(ServiceUnavailableError):
         deliver(home, api)
@@ -62,7 +62,7 @@ def test_everything_of_the_user_is_gone_and_the_rest_stays(
     traces = use(home, tmp_path / "notes.txt")
     with traces[0].open("rb") as still_open:
         assert forget(home).files >= len(traces) + 1
-        assert still_open.read() == bytes(len(SECRET))  # overwritten before it was removed
+        assert still_open.read() == bytes(len(SECRET))  # overwritten before the removal
     assert (tmp_path / "notes.txt").read_bytes() == SECRET
     assert not any(path.exists() for path in traces)
     assert not any(SECRET in path.read_bytes() for path in home.root.rglob("*") if path.is_file())
@@ -140,7 +140,7 @@ def test_a_log_whose_upload_was_cut_off_is_deleted_too(
 ) -> None:
     enqueue(home, RUN_ID, metrics(), shared_log=b"log")
     deliver_in_vain(home, api, service)
-    service.logs[RUN_ID] = b"log"  # it had arrived, and only the answer was lost
+    service.logs[RUN_ID] = b"log"  # the log arrived, and only the answer was lost
     assert forget(home).deletions_waiting == 1
     deliver(home, api)
     assert service.logs == {}

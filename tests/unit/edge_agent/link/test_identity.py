@@ -1,4 +1,4 @@
-"""The device's key: made here, private, and good for signing nonces only."""
+"""Tests of the device's key: created on the device, private, and used to sign nonces only."""
 
 import base64
 import stat
@@ -29,7 +29,7 @@ def test_a_signed_nonce_holds_for_its_device_alone(home: Home) -> None:
     signature = base64.urlsafe_b64decode(identity.sign_nonce(DEVICE_ID, "nonce") + "==")
     key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(identity.public_key + "=="))
     message = b"permille-device-token-1\0" + DEVICE_ID.encode() + b"\0nonce"
-    key.verify(signature, message)  # raises unless it holds
+    key.verify(signature, message)  # raises if the signature is wrong
     with pytest.raises(InvalidSignature):
         key.verify(signature, message.replace(DEVICE_ID.encode(), b"dev_of_somebody_else"))
 

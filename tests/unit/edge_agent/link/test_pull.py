@@ -1,4 +1,4 @@
-"""From alias to installed package: what is refused, what is kept, what is fetched, what is thrown away."""
+"""Tests of pulling: resolving an alias, checks, downloads, installation and garbage collection."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ NOW_S = 1_800_000_000
 
 @pytest.fixture(scope="module")
 def second(package: Package) -> Package:
-    """Another package in the same folder: the same model under another mask and seed."""
+    """Return another package in the same folder: the same model with another mask and seed."""
     return tiny_package(package.blobs.root, seed=1)
 
 
@@ -169,7 +169,7 @@ def test_the_active_package_survives_a_new_one_and_an_unused_one_does_not(
 
     home.current.unlink()
     with opening(home, second.digest):
-        pass  # its first use
+        pass  # the first use of the new package releases the old one
     assert collect_garbage(home, now_s=NOW_S) > 0
     assert not device.blobs.has(package.digest)
     assert Package.open(device.blobs, second.digest).digest == second.digest

@@ -1,4 +1,4 @@
-"""Reports: on disk until delivered, each once, metrics by default, logs by consent only."""
+"""Tests of reports: stored until delivered, delivered once, metrics by default, logs only with consent."""
 
 import json
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Device:
         return deliver(self.home, self.api)
 
     def deliver_in_vain(self, path: str) -> None:
-        """Deliver to a service that is away at this path, until this ends."""
+        """Deliver while requests to `path` fail."""
         self.service.faults = [Fault(path=path, status=503, times=99)]
         with pytest.raises(ServiceUnavailableError):
             self.deliver()
@@ -189,7 +189,7 @@ def test_withdrawn_consent_removes_the_log_that_waits(device: Device) -> None:
 def test_withdrawn_consent_reaches_an_upload_whose_answer_was_lost(device: Device) -> None:
     device.queue()
     device.deliver_in_vain("log")
-    device.service.logs[RUN_ID] = LOG  # it had arrived
+    device.service.logs[RUN_ID] = LOG  # the log arrived, and only the answer was lost
     assert withdraw_logs(device.home) == 1
     device.deliver()
     assert device.service.logs == {}
@@ -244,7 +244,7 @@ def test_only_a_plain_yes_is_consent(home: Home) -> None:
 def finished_run(
     home: Home, name: str, run_id: str, *, log: bytes = b"", withdrawals: int = 0, **changes: object
 ) -> RunFolder:
-    """A run folder as training leaves it."""
+    """Write a run folder as training leaves it."""
     run = RunFolder(home.runs / name)
     run.path.mkdir()
     definition = RunDefinition(package="a", data="b", options=TrainOptions(steps=1))
@@ -275,7 +275,7 @@ def test_a_run_that_ended_before_it_was_reported_is_found(device: Device) -> Non
 def test_consent_withdrawn_during_a_run_holds_for_its_log(device: Device) -> None:
     finished_run(device.home, "a", RUN_ID, log=LOG)
     set_sharing(device.home, log=False)
-    # By its own flag, begun after that; the choice that it was begun under holds still.
+    # This run began after the withdrawal, with its own consent (`--share-log`), which is still valid.
     finished_run(device.home, "b", OTHER_RUN_ID, log=LOG, withdrawals=1)
     set_sharing(device.home, log=True)
     collect_reports(device.home)

@@ -1,4 +1,4 @@
-"""A device in a rollout: when it takes the version, what it keeps, what it tells, when it goes back."""
+"""Tests of a device in a rollout: when it takes the version, what it reports, and when it goes back."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +54,7 @@ def second(package: Package) -> Package:
 
 @dataclass
 class Device:
-    """An enrolled device with version 1; version 2 is listed for no alias."""
+    """An enrolled device with version 1. No alias points to version 2."""
 
     home: Home
     api: DeviceApi
@@ -161,7 +161,7 @@ def test_a_halt_leaves_the_version_where_it_is_and_a_revert_takes_it_back(
 def test_an_alias_that_moves_while_a_device_polls_is_followed(
     device: Device, package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of a rollout signs the version for the alias, and the alias moves with it."""
+    """At its end, a rollout moves the alias to the new version."""
     ask = DeviceApi.release
 
     def move_first(api: DeviceApi, name: str, alias: str) -> Release:
@@ -279,7 +279,7 @@ def test_facts_are_told_once(device: Device) -> None:
 
 
 def test_the_retrained_model_is_compared_with_the_one_before(tmp_path: Path) -> None:
-    """The difference is that of what both lost on the same test text."""
+    """The difference is between the losses of both models on the same test text."""
     device = device_at(tmp_path / "device", user_text(tmp_path))
     first = device.train()
     assert first.outcome in (Outcome.ADOPTED, Outcome.KEPT_BASE)

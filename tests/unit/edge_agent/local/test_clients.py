@@ -1,8 +1,9 @@
-"""Unmodified programs at the local server: the clients of OpenAI and Ollama, and Open WebUI.
+"""Tests of the local server with unmodified programs: the clients of OpenAI and Ollama, and Open WebUI.
 
-Open WebUI is an application, not a library. One test sends the requests that its release 0.12.4 sent to a
-personal SmolLM2, from its page and from its API, with a connection of each kind. They were recorded between
-the two programs; of 36 tools that a request offered, one is kept. The other tests follow its source.
+Open WebUI is an application, so it cannot be imported. One test repeats requests of its release 0.12.4,
+recorded between that program and a personal SmolLM2. They come from its page and from its API, with a
+connection of each kind. Of the 36 tools in a recorded request, one is kept. The other tests send the requests
+that its source code builds.
 """
 
 import json
@@ -174,7 +175,7 @@ HEADERS = {
     "Accept": "*/*",
     "Accept-Encoding": "gzip, deflate, br",
     "User-Agent": "Python/3.11 aiohttp/3.12",
-    # With ENABLE_FORWARD_USER_INFO_HEADERS.
+    # Open WebUI sends these with ENABLE_FORWARD_USER_INFO_HEADERS.
     "X-OpenWebUI-User-Name": "Anna",
     "X-OpenWebUI-User-Id": "8a1e",
     "X-OpenWebUI-User-Email": "anna@example.org",
@@ -210,8 +211,11 @@ def test_what_open_webui_sent_is_answered(root: str, asked: dict[str, Any]) -> N
 
 
 def test_open_webui_with_a_connection_of_openai(root: str) -> None:
-    """`backend/open_webui/routers/openai.py`: verify_connection, get_all_models, generate_chat_completion;
-    `tasks.py`: generate_title, generate_follow_ups."""
+    """Send the requests of Open WebUI's connection of the kind "OpenAI".
+
+    See `backend/open_webui/routers/openai.py` (verify_connection, get_all_models, generate_chat_completion)
+    and `tasks.py` (generate_title, generate_follow_ups).
+    """
     with httpx.Client(base_url=f"{root}/v1", headers=HEADERS, timeout=300) as webui:
         models = webui.get("/models").json()
         assert all(model.get("id") for model in models["data"])
@@ -237,7 +241,7 @@ def test_open_webui_with_a_connection_of_openai(root: str) -> None:
             "model": picked,
             "messages": [{"role": "user", "content": TASK}],
             "stream": False,
-            "max_tokens": 8,  # from "max_completion_tokens", since the address is not OpenAI's
+            "max_tokens": 8,  # Open WebUI renames "max_completion_tokens" for addresses other than OpenAI's
         }
         follow_ups = {"model": picked, "messages": title["messages"], "stream": False}
         for task in (title, follow_ups):
@@ -246,8 +250,11 @@ def test_open_webui_with_a_connection_of_openai(root: str) -> None:
 
 
 def test_open_webui_with_a_connection_of_ollama(root: str) -> None:
-    """`backend/open_webui/routers/ollama.py`: verify_connection, get_all_models, get_ollama_loaded_models,
-    get_ollama_versions, generate_chat_completion, unload_model; `utils/payload.py` turns the body."""
+    """Send the requests of Open WebUI's connection of the kind "Ollama".
+
+    See `backend/open_webui/routers/ollama.py` (verify_connection, get_all_models, get_ollama_loaded_models,
+    get_ollama_versions, generate_chat_completion, unload_model). `utils/payload.py` converts the body.
+    """
     with httpx.Client(base_url=root, headers=HEADERS, timeout=300) as webui:
         version = webui.get("/api/version").json()["version"]
         assert all(part.isdigit() for part in version.split("."))
@@ -281,7 +288,7 @@ def test_open_webui_with_a_connection_of_ollama(root: str) -> None:
         whole = webui.post("/api/chat", json={**chat, "stream": False}).json()
         assert isinstance(whole["message"]["content"], str)
         assert whole["done_reason"] in ("stop", "length")
-        picture = [{"role": "user", "images": ["iVBORw0KGgo="]}]  # a picture without words has no content
+        picture = [{"role": "user", "images": ["iVBORw0KGgo="]}]  # a picture without text has no "content"
         refused = webui.post("/api/chat", json={**chat, "messages": picture})
         assert (refused.status_code, "reads only text" in refused.json()["error"]) == (400, True)
 

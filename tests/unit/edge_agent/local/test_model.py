@@ -1,4 +1,4 @@
-"""Using the model: variants, generation, stop strings, comparison, export."""
+"""Tests of using the model: variants, generation, stop strings, comparison and export."""
 
 import io
 import json
@@ -65,7 +65,7 @@ def test_the_personal_model_writes_otherwise_than_the_base(trained: Home) -> Non
 
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Home:
-    """A home whose package has a chat template, trained on conversations of which the user's turns count."""
+    """Return a home with a chat template, trained on conversations with the user's turns as targets."""
     folder = tmp_path_factory.mktemp("chatting")
     home, _ = home_with_package(folder / "home", chat_template=CHATML)
     talks = folder / "talks.jsonl"
@@ -154,7 +154,7 @@ def test_chat_with_piped_input_prints_answers_alone(
 
 
 class _FewPositions(BigramEngine):
-    """Ends at the model's last position, as a real engine does."""
+    """An engine that stops at the model's last position, as a real one does."""
 
     def generate(self, values_K: Any, prompt_ids: Any, sampling: Any) -> Iterator[int]:
         return islice(super().generate(values_K, prompt_ids, sampling), 128 - len(prompt_ids))
@@ -248,7 +248,7 @@ def test_the_guides_lines_export_for_other_programs(
     refused = ["export", "four", "--format", "gguf", "--type", "q4_0", "--json"]
     assert cli.main(["--home", str(trained.root), *refused]) == 3
     assert "Export q8_0" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "executorch", None)  # where it is not installed
+    monkeypatch.setitem(sys.modules, "executorch", None)  # simulates an installation without executorch
     refused = ["export", "four", "--format", "executorch"]
     assert cli.main(["--home", str(trained.root), *refused]) == 3
     assert "Exporting needs executorch. Run `pip install 'permille[executorch]'`." in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The local server: the interfaces of OpenAI and Ollama, and who may speak to it."""
+"""Tests of the local server: the interfaces of OpenAI and Ollama, and access control."""
 
 import http.client
 import json
@@ -339,7 +339,8 @@ def test_another_method_is_refused_in_json(server: LocalServer) -> None:
 
 
 def test_a_malformed_address_is_answered(server: LocalServer) -> None:
-    own = {"Host": f"127.0.0.1:{server.port}"}  # else the client reads the address for it
+    # without this header, the client would parse the malformed address itself
+    own = {"Host": f"127.0.0.1:{server.port}"}
     status, answer, _ = _ask(server, "GET", "http://[/v1/models", headers=own)
     assert status == 400 and b"is not a valid path" in answer
 

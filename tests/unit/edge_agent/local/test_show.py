@@ -1,4 +1,4 @@
-"""The page of a run: whole in itself, safe against the user's own text, and right for every end."""
+"""Tests of a run's page: complete in one file, safe against the user's text, correct for every outcome."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def _text(folder: Path, count: int = 320) -> Path:
-    """A folder of a user whose text, and whose names of files, look like a page's code."""
+    """Create a folder of user files. Their text and names look like script code."""
     folder.mkdir()
     (folder / "user.txt").write_text("\n\n".join(f"{SCRIPT} {text}" for text in sentences(count, seed=3)))
     (folder / f"{SCRIPT}.txt").write_bytes(b"\xff")
@@ -87,7 +87,8 @@ def test_general_loss_stands_above_the_gain_and_questions_are_answered_before_an
 
 
 def test_a_run_that_kept_the_base_says_so(home: Home, tmp_path: Path) -> None:
-    write_record(home.decisions, DecisionCount(decisions=10**9))  # so that nothing is surely better
+    # after so many decisions, no gain is certain enough
+    write_record(home.decisions, DecisionCount(decisions=10**9))
     train_quickly(home, [_text(tmp_path / "notes")])
 
     page = _page(home)

@@ -1,4 +1,4 @@
-"""The home folder: closed to others, written atomically, clear about damage."""
+"""Tests of the home folder: file modes, atomic records, and errors for damaged files."""
 
 import stat
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One writer at a time, whoever it is, and a lock that does not outlive its holder."""
+"""Tests of the lock: one writer at a time, and no lock after its holder's death."""
 
 import io
 import subprocess
@@ -29,7 +29,7 @@ with hold_lock(open_home(Path(sys.argv[1])), "train"):
 
 @contextmanager
 def another_process_holds(home: Home) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the writers' lock until the block ends."""
+    """Hold the writers' lock in another process. Yields that process."""
     command = [sys.executable, "-c", HOLDER, str(home.root)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -52,7 +52,7 @@ def test_a_second_writer_is_told_who_holds_the_lock_and_a_killed_holder_leaves_i
 
 
 def code_of_another(home: Home) -> int:
-    """Exit code of a process that takes the lock once."""
+    """Return the exit code of another process that takes the lock once."""
     command = [sys.executable, "-c", HOLDER, str(home.root)]
     return subprocess.run(command, input=b"", capture_output=True).returncode
 

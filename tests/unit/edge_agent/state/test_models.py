@@ -1,4 +1,4 @@
-"""The active model: switched atomically, with a way back, never lost to a new package."""
+"""Tests of the active model: atomic switches, rollback, and new packages."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Chat templates: rendered in a sandbox with limits; which characters the assistant said."""
+"""Tests of chat templates: the sandbox, its limits, and which characters are the assistant's."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Documents that are more than text, each as it comes, damaged, too long, and without its library."""
+"""Tests of document formats: intact, damaged, too long, and without the library that reads them."""
 
 import os
 from email.message import EmailMessage
@@ -19,7 +19,7 @@ def _texts(*paths: Path) -> tuple[list[str], DataReport]:
 
 
 def _pdf(path: Path, *pages: str) -> Path:
-    """A PDF file of pages with a line each, written by hand."""
+    """Write a PDF file by hand, with one line on each page."""
     kids = " ".join(f"{4 + 2 * number} 0 R" for number in range(len(pages)))
     objects = [
         "<</Type/Catalog/Pages 2 0 R>>",

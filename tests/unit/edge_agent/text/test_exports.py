@@ -1,4 +1,4 @@
-"""Reading ChatGPT's exported conversations: the branch that was seen last, and hostile files."""
+"""Tests of reading ChatGPT's exported conversations: the branch last seen, and hostile files."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def _message(role: str, *parts: object, kind: str = "text", **more: object) -> d
 
 
 def _tree(messages: list[dict[str, Any] | None], name: str = "c1") -> dict[str, Any]:
-    """A conversation whose messages follow each other; the last one is current."""
+    """Return a conversation in which each message answers the one before. The last message is current."""
     mapping = {
         str(place): {"id": str(place), "message": message, "parent": str(place - 1) if place else None}
         for place, message in enumerate(messages)

@@ -1,4 +1,4 @@
-"""From documents to rows: complete, divided, named by a digest, bad conversations counted."""
+"""Tests of turning documents into rows: splits, digests, and counts of unusable conversations."""
 
 import hashlib
 import itertools
@@ -171,7 +171,7 @@ def test_training_text_that_touches_held_out_text_is_left_out() -> None:
     )
     assert borders > 5
     left_out = free.counts[Split.TRAIN].tokens - joined.counts[Split.TRAIN].tokens
-    # A block that begins later has a first token that is no target, too.
+    # A block with a cut start loses one more target: its first token has no context.
     assert GUARD_TOKENS * borders <= left_out <= (GUARD_TOKENS + 1) * borders
     assert joined.test_documents == [
         d for d, split in zip(documents, splits, strict=True) if split is Split.TEST

@@ -1,4 +1,4 @@
-"""Reading the user's text: formats, bad rows, duplicates, sections."""
+"""Tests of reading the user's text: formats, bad rows, duplicates and sections."""
 
 import errno
 import json

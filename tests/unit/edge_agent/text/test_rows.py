@@ -1,4 +1,4 @@
-"""Rows and batches: nothing lost, nothing predicted from a stranger's text, a function of seed and step."""
+"""Tests of rows and batches: no lost target, no prediction across documents, order by seed and step."""
 
 import hashlib
 

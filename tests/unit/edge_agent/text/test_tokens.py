@@ -1,4 +1,4 @@
-"""Tokens of documents: which count, which are special, how many bytes they stand for."""
+"""Tests of tokens of documents: which are targets, which are special, and their sizes in bytes."""
 
 import json
 from collections.abc import Callable

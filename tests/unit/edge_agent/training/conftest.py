@@ -1,4 +1,4 @@
-"""Fixtures of the tests of runs: a user's text, runs of it, a device that trains on it."""
+"""Fixtures for tests of runs: a user's text, runs on it, and a device that trains on it."""
 
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from tests.unit.edge_agent.runs import QUICK, Begin, Device, device_at, run_of, 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The user's texts."""
+    """Return a file with the user's text."""
     return user_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
 def begin(package: Package, text: Path, tmp_path: Path) -> Begin:
-    """Begins a run on `text`, or goes on with that of the same folder."""
+    """Return a function that begins a run on `text`, or resumes the run in the same folder."""
 
     def run(options: TrainOptions = QUICK, folder: str = "run", of: Package = package, **changes: Any) -> Run:
         engine = changes.pop("engine", None) or BigramEngine(of)
@@ -31,5 +31,5 @@ def begin(package: Package, text: Path, tmp_path: Path) -> Begin:
 
 @pytest.fixture
 def device(text: Path, tmp_path: Path) -> Device:
-    """A device with a tiny package in a new home."""
+    """Return a device with a tiny package in a new home."""
     return device_at(tmp_path / "home", text)

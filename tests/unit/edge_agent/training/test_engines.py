@@ -1,4 +1,4 @@
-"""The engine of a run: chosen by name, kept to the end of the run, without torch where that is possible."""
+"""Tests of a run's engine: chosen by name, fixed for the whole run, and without torch if possible."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_te
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL."""
+    """Stand-in for SIGKILL."""
 
 
 def die(*_: object) -> None:
@@ -40,7 +40,7 @@ def die(*_: object) -> None:
 
 
 class Light(BigramEngine):
-    """The quick engine of tests under another name."""
+    """The quick engine of the tests, under the name of the light engine."""
 
     def info(self) -> EngineInfo:
         return EngineInfo(name="light", version="1", compute_dtype="float32", threads=1, device="cpu")
@@ -78,7 +78,7 @@ def test_a_run_does_not_go_on_with_another_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("estimator", [EstimatorKind.SPSA, EstimatorKind.GRADIENT])
 def test_a_training_on_torch_learns_what_one_on_light_does(estimator: EstimatorKind, tmp_path: Path) -> None:
-    """The same text, seed and directions; and a shared log leads to the state that the run reports."""
+    """Text, seed and directions are the same. The shared log replays to the reported state."""
     gained, home = {}, open_home(tmp_path / "home")
     for name in ("light", "torch"):
         home, package = home_with_package(tmp_path / name)
@@ -126,7 +126,7 @@ print(result.metrics.engine, sorted({{"torch", "transformers"}} & set(sys.module
 def test_the_active_model_is_opened_with_what_fits_it_not_with_the_engine_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that goes on is pinned to its engine, which need not know the family of the active model."""
+    """The resumed run must use its own engine, which may not support the active model's family."""
     home, old = home_with_package(tmp_path / "home")
     text = user_text(tmp_path)
     opened: list[tuple[str, str]] = []
@@ -179,7 +179,7 @@ def test_a_run_with_int8_activations_says_so_and_goes_on_with_them_alone(
 def test_an_inference_engine_runs_the_packages_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four variants and eight rows a pass; what computes in it here is the engine of tests."""
+    """The program takes four variants and eight rows per pass. The tests' own engine computes its losses."""
     home, package = home_with_package(tmp_path / "home")
     child = program_package(package)
     record_installed(home, InstalledRelease(name="tiny", version=2, manifest_digest=child.digest))
@@ -227,7 +227,7 @@ def test_an_inference_engine_runs_the_packages_program(
 
 
 def test_an_active_model_of_another_package_is_opened_with_what_fits_it(tmp_path: Path) -> None:
-    """It is compared with, not thrown away because int8 activations want int4."""
+    """The NF4 model is still compared, although int8 activations support INT4 only."""
     home = open_home(tmp_path / "home")
     text = user_text(tmp_path)
     results = []

@@ -1,4 +1,4 @@
-"""Estimators of a run: its headers, and that its log replays to its state."""
+"""Tests of a run's estimators: their headers, and that a log replays to the run's state."""
 
 from dataclasses import replace
 from typing import Any
@@ -82,11 +82,11 @@ def test_a_step_is_as_long_as_predicted(split: bool) -> None:
     moved = felt = 0.0
     for step in range(steps):
         z_QK = directions_of(header, step) / header.sigma
-        # A gradient as the directions see it: it has no reason to lie along any of them
+        # The gradient is random and independent of the directions.
         g_Q = z_QK @ rng.standard_normal(k)
         parts = [g_Q[rows] @ z_QK[rows] / (rows.stop - rows.start) for rows, _ in header.blocks()]
         moved += float((sum(parts) ** 2).sum())
-        # All blocks have the same projected gradients here: those of the block itself
+        # Blocks of equal size: the mean over all queries is the mean square of each block, too.
         felt += float((g_Q**2).mean())
     assert step_spread(header) == pytest.approx((moved / felt) ** 0.5, rel=0.15)
 
@@ -98,7 +98,7 @@ def test_a_step_is_as_long_as_predicted(split: bool) -> None:
         ((0, 0, 0, 0, 1, 1, 1, 1), 4, 6),
         ((1, 1, 1, 1, 0, 0, 0, 0), 4, 2),
         ((0, 1, 0, 1, 0, 0), 3, 2),
-        ((1, 1) * 4 + (0, 0) * 4, 8, 4),  # not of the model's 8 layers: of the 4 that are masked
+        ((1, 1) * 4 + (0, 0) * 4, 8, 4),  # half of the 4 masked layers, not of all 8 layers
     ],
 )
 def test_a_split_is_in_the_middle_of_what_is_masked(
@@ -119,7 +119,7 @@ def test_an_engine_can_share_the_lower_block_of_a_split(begin: Begin, package: P
     s_K = np.zeros(package.k, dtype=np.int64)
     estimate(engine, run.batches(0), run.descent(seed=1, epsilon=1e-3), s_K, 0)
     lower = sum(package.counts[: len(package.counts) // 2])
-    # 2 lower and 8 upper directions, both signs of each
+    # 2 lower and 8 upper directions, each with both signs
     assert len(np.unique(engine.asked_VK[:, :lower], axis=0)) == 4
     assert len(np.unique(engine.asked_VK, axis=0)) == 16
 

@@ -1,4 +1,4 @@
-"""Losses by document."""
+"""Tests of losses per document."""
 
 from pathlib import Path
 

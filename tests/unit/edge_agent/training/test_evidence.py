@@ -1,4 +1,4 @@
-"""The e-value that decides adoption: its definition, its error under skew, its groups."""
+"""Tests of the e-value that decides adoption: definition, error rate on skewed data, and groups."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def _compared(gain_G: Gains) -> Comparison:
 
 
 def _is_taken(gain_G: Gains) -> bool:
-    """`_compared(gain_G).better` without its interval."""
+    """Return `_compared(gain_G).better` without computing the interval."""
     return log_e_value(gain_G, MARGIN) >= -math.log(alpha_of(1))
 
 

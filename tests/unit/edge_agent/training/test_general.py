@@ -1,4 +1,4 @@
-"""The pull towards the base, and the strength at which a state keeps what the base knows."""
+"""Tests of the pull towards the base model, and of the strength that bounds the general loss."""
 
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -39,37 +39,37 @@ KINDS = pytest.mark.parametrize("options", [PRIVATE, QUICK], ids=["gradient", "o
 
 @dataclass(frozen=True)
 class Pairs:
-    """A reference: what pulls are pairs of tokens that no user wrote.
+    """A reference of random pairs of tokens.
 
-    Its loss grows evenly with the distance from `first_K`, so with a state's strength.
+    Its loss is 2 plus the distance from `first_K`. So the loss is linear in the strength of a state.
     """
 
     seed: int = 0
     first_K: NDArray[np.float32] | None = None
 
     def pull(self, step: int) -> Batch:
-        """Two rows that a step decides."""
+        """Return two rows, a function of `seed` and `step`."""
         ids_BT = np.random.default_rng([self.seed, step]).integers(0, 60, (2, 8))
         target_BT = np.ones(ids_BT.shape, np.bool_)
         target_BT[:, 0] = False
         return Batch(input_ids_BT=ids_BT, attention_BT=np.ones(ids_BT.shape, np.bool_), target_BT=target_BT)
 
     def loss(self, _: Engine, values_K: NDArray[np.float32]) -> float:
-        """See above."""
+        """Return the general loss of `values_K`."""
         return 2.0 if self.first_K is None else 2.0 + _distance(values_K, self.first_K)
 
     def questions(self) -> tuple[str, ...]:
-        """One."""
+        """Return one question."""
         return ("What is a day?",)
 
 
 def pairs(**fields: Any) -> Reference:
-    """A `Pairs` in a reference's place."""
+    """Return `Pairs` in the type of a reference."""
     return cast("Reference", Pairs(**fields))
 
 
 def measured_by(monkeypatch: pytest.MonkeyPatch, first_K: NDArray[np.float32]) -> None:
-    """Have packages carry a `Pairs` whose loss is 2 at `first_K`."""
+    """Let every package carry `Pairs` with a loss of 2 at `first_K`."""
     monkeypatch.setattr(Reference, "of", lambda _package: pairs(first_K=first_K))
 
 
@@ -79,12 +79,12 @@ def _distance(values_K: NDArray[np.float32], first_K: NDArray[np.float32]) -> fl
 
 @pytest.fixture
 def rising(monkeypatch: pytest.MonkeyPatch, package: Package) -> None:
-    """The general loss is the distance from the base, in units of that of a state which says nothing."""
+    """Let the general loss be 2 plus the distance from the package's own values."""
     measured_by(monkeypatch, package.values())
 
 
 def _unit(device: Device, **options: Any) -> float:
-    """The rise that all of a run's state costs."""
+    """Return the rise of the general loss at a run's full strength."""
     result = device.train(**{**GRADIENT, **options}, keep_general=100)
     assert result.decision is not None and result.decision.general is not None
     assert (result.decision.strength, result.decision.scaled_digest) == (8, None)
@@ -98,7 +98,7 @@ def test_the_gradient_of_a_step_is_that_of_the_text_and_of_the_pull(begin: Begin
     loss, gradient_K = pulled_gradient(pulled, run.w_base_K, 3)
     own, own_K = pulled_gradient(run, run.w_base_K, 3)
     _, pull_K = run.engine.gradient(run.w_base_K, Pairs().pull(3))  # type: ignore[attr-defined]
-    assert loss == own  # what is shown is the user's
+    assert loss == own  # the reported loss excludes the pull
     np.testing.assert_array_equal(gradient_K, own_K + pull_K)
     assert pull_K.any()
 
@@ -148,7 +148,7 @@ def test_what_is_adopted_is_the_trained_state_at_the_largest_strength_within_the
     assert result.outcome is Outcome.ADOPTED
     decision, metrics = result.decision, result.metrics
     assert decision is not None and metrics is not None and decision.general is not None
-    assert decision.strength == metrics.strength == 4  # 5/8 is 0.625
+    assert decision.strength == metrics.strength == 4  # the loss is linear, and 5/8 exceeds the bound of 0.6
     assert 0.4 * whole < float(decision.general.rise or 0.0) <= 0.6 * whole
     assert metrics.general_loss_personal == decision.general.loss
     run, package = find_run(device.home, result.run), device.package
@@ -193,7 +193,7 @@ def test_the_strength_is_durable_and_measured_once(begin: Begin) -> None:
             return super().loss(engine, values_K)
 
     run = replace(run, reference=cast("Reference", Counted(first_K=run.w_base_K)))
-    first = keep_general(run, s_K, -13)  # 800 units are 0.0977 nats here
+    first = keep_general(run, s_K, -13)  # the rise at full strength is 800 / 2^13 = 0.0977 nats
     assert first is not None and first.strength == 4
     measured = len(calls)
     assert keep_general(run, s_K, -13) == first

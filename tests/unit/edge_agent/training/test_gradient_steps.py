@@ -1,4 +1,4 @@
-"""Steps along a gradient: Adam on the lattice, with a log or without, killed anywhere, begun anywhere."""
+"""Tests of gradient steps: Adam on the lattice, with and without a log, after kills, from earlier states."""
 
 import math
 from collections.abc import Callable
@@ -37,7 +37,7 @@ PRIVATE = TrainOptions(seed=0, steps=12, batch_rows=2, row_tokens=32, rate_scale
 
 
 class LossesOnly:
-    """An engine that can only infer."""
+    """An engine without gradients."""
 
     def __init__(self, package: Package) -> None:
         engine = BigramEngine(package)
@@ -77,7 +77,7 @@ def test_private_steps_are_adams_to_half_a_unit(begin: Begin, package: Package) 
     last = Moments.load(run.folder.moments(0))
     assert last is not None
     found_K = values(package.values(), last.s_K, header.step_unit_exponent)
-    # Each step rounds once, and the next gradient sees it.
+    # Each step rounds once, and later gradients see the rounded values.
     assert np.abs(found_K - w_K).max() < 12 * unit
 
 
@@ -91,7 +91,10 @@ def test_private_runs_keep_their_best_state_in_the_format(begin: Begin, package:
 
 
 def kill_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """End the process before or after any write of a descent, the `calls`-th of them."""
+    """Raise `Killed` at place number `calls`.
+
+    Each durable write of a descent has two: before it and after it.
+    """
     left = [calls]
 
     def counted(write: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,7 +146,7 @@ def test_moments_that_are_no_moments_are_refused(begin: Begin) -> None:
 
 
 class Spoilt(BigramEngine):
-    """Gradients are not finite at some steps, by the tokens of the batch."""
+    """An engine whose gradient has a NaN on about a third of the batches, chosen by their tokens."""
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         loss, gradient_K = super().gradient(values_K, batch)
@@ -214,12 +217,12 @@ GRADIENT = {"estimator": EstimatorKind.GRADIENT, "queries": 0, "steps": 30, "rat
 
 @pytest.fixture
 def writer(device: Device, tmp_path: Path) -> Device:
-    """A device whose user wrote more."""
+    """Return a device whose user has more text."""
     return replace(device, text=user_text(tmp_path, 900))
 
 
 def first_run_state(writer: Device, name: str) -> Path:
-    """The packed state that a run without a log has kept."""
+    """Return the path of the packed state that a run without a log keeps."""
     folder = find_run(writer.home, name)
     return folder.best_state(folder.require("decision", Decision).descent)
 

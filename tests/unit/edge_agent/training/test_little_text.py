@@ -1,4 +1,4 @@
-"""A person with a thousand tokens: judged part by part, then trained on all of it, killed anywhere."""
+"""Tests of little text: a run is judged part by part, then trained on all parts, and survives kills."""
 
 import io
 import math
@@ -34,7 +34,7 @@ from tests.unit.edge_agent.runs import TINY_RATE, Begin, Device, Killed, device_
 from tests.unit.edge_agent.training.test_gradient_steps import kill_after
 
 LITTLE = 60
-"""Sentences: some 1,500 tokens."""
+"""Number of sentences, with some 1,500 tokens together."""
 OPTIONS: dict[str, Any] = {
     "estimator": EstimatorKind.GRADIENT,
     "queries": 0,
@@ -129,7 +129,10 @@ def test_what_is_shared_is_of_the_adopted_state(device: Device) -> None:
 
 
 class ByHeart(BigramEngine):
-    """Its losses on what it reads are the worse the more it has learned, before so many gradients."""
+    """An engine with losses that rise by `nats` times the mean distance from the base.
+
+    The rise ends after `gradients` calls of `gradient`.
+    """
 
     def __init__(self, package: Package, *, nats: float, gradients: float = math.inf) -> None:
         super().__init__(package)
@@ -152,7 +155,7 @@ def test_a_part_that_diverges_starts_all_again_with_half_the_rate(begin: Begin) 
     assert selected.stopped is Stop.STEPS
     assert (selected.descent, selected.step, len(selected.judges)) == (7, 12, 3)
     assert selected.header.learning_rate == plan.learning_rate / 2
-    assert not run.folder.begun(1)  # the first part's judge ended the first attempt
+    assert not run.folder.begun(1)  # the evaluation of the first part ended the first attempt
 
 
 def test_where_all_attempts_diverge_the_verdict_says_so_and_what_to_do(device: Device) -> None:
@@ -173,7 +176,7 @@ def test_what_only_knows_by_heart_is_not_adopted(device: Device) -> None:
 def test_a_model_of_little_text_is_compared_only_on_what_came_since(device: Device) -> None:
     first = device.train(**OPTIONS)
     again = device.train(**OPTIONS, seed=1)
-    assert again.outcome is Outcome.REFUSED_DATA  # before a step is computed
+    assert again.outcome is Outcome.REFUSED_DATA  # refused before the first step
     assert "has learned from all of this" in again.message
     text = user_text(device.text.parent, 3 * LITTLE)
     assert text == device.text

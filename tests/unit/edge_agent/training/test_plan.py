@@ -1,4 +1,4 @@
-"""The budget of a run: by steps a function of the steps, by time within the time."""
+"""Tests of a run's budget: a function of the number of steps, or within a time limit."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def test_a_minute_on_a_slow_machine_makes_one_step_at_least() -> None:
 
 
 class _Told:
-    """Keeps the phases that it is told of."""
+    """A progress display that records the phases."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []
@@ -90,7 +90,7 @@ def _plan(total_steps: int) -> Plan:
 
 
 def _begun(run: Run, step_s: float, **changes: Any) -> Run:
-    """The run, with a step that was timed."""
+    """Store `step_s` as the measured time of a step, and return the run."""
     definition = RunDefinition(package=run.package.digest, data="b", options=run.options)
     run.folder.store("run", BegunRun(run_id="r", began_at=utc_now(), definition=definition))
     run.folder.store("search-pace", Pace(step_s=step_s, token_s=1.0))

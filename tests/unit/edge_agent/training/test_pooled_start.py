@@ -1,5 +1,4 @@
-"""A package that carries a pooled state: what runs without a state of its own, what training begins from and
-has to beat, what is shared."""
+"""Tests of packages with a pooled state: the model in use, the start of training, comparison and sharing."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +36,7 @@ GRADIENT: dict[str, Any] = {
 
 
 def install(device: Device, package: Package, version: int = 2) -> Device:
-    """The device with another package of the same release."""
+    """Install `package` as another version of the release. Return the device with it."""
     release = InstalledRelease(name="tiny", version=version, manifest_digest=package.digest)
     record_installed(device.home, release)
     return replace(device, package=package)
@@ -45,13 +44,13 @@ def install(device: Device, package: Package, version: int = 2) -> Device:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Device:
-    """A device whose package carries no state."""
+    """Return a device with a package that has no pooled state."""
     return device_at(tmp_path / "home", user_text(tmp_path, 900))
 
 
 @pytest.fixture
 def device(bare: Device, tmp_path: Path) -> Device:
-    """A device whose package carries a state of other people's sentences."""
+    """Return a device with a package that has a state pooled from other people's sentences."""
     package = bare.package
     tokenizer = tiny_tokenizer()
     ids = [token for text in sentences(400, seed=9) for token in tokenizer.encode(text).ids]
@@ -124,7 +123,7 @@ def test_comparisons_show_the_pooled_model_beside_base_and_personal(device: Devi
 
 
 def test_the_personal_state_is_one_state_relative_to_the_base(device: Device) -> None:
-    """Pooled and own in one: it needs the values alone, and names where it began nowhere."""
+    """The shared state is relative to the base and includes the pooled one. It does not name its start."""
     result = device.train(**GRADIENT, share_state=True)
     assert result.decision is not None and result.metrics is not None
     shared = (find_run(device.home, result.run).path / "shared.log").read_bytes()
@@ -181,7 +180,7 @@ def test_forward_passes_alone_begin_at_the_base_and_are_compared_with_the_pooled
 
 
 def test_a_personal_model_goes_on_where_its_package_gets_a_pooled_state(bare: Device, tmp_path: Path) -> None:
-    """The new package has the same values, so what a person has is not thrown away for what is pooled."""
+    """The new package has the same base values, so the earlier personal state stays valid."""
     first = bare.train(**GRADIENT)
     assert first.outcome is Outcome.ADOPTED
     later = install(bare, pooled_package(bare.package, np.ones(bare.package.k, np.int64), -14))

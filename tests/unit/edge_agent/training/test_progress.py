@@ -1,4 +1,4 @@
-"""Progress of a run: one line in its terminal, and the same line from another process."""
+"""Tests of a run's progress: one line in its terminal, and the same line in another process."""
 
 import io
 import json
@@ -21,7 +21,7 @@ def _told(console: Console, home: Home) -> None:
         progress.step(3, 8, 4.25)
         progress.evaluated(3, 4.5, 5.0)
         progress.step(4, 8, math.nan)
-        assert json.loads(home.progress.read_text())["step"] == 0  # not more than once a second
+        assert json.loads(home.progress.read_text())["step"] == 0  # written at most once a second
         progress.step(8, 8, 4.25)
         assert json.loads(home.progress.read_text())["step"] == 8
     assert not home.progress.exists()
@@ -56,6 +56,6 @@ def test_another_process_reads_it_only_while_its_writer_works(home: Home) -> Non
         write_record(home.progress, replace(STANDING, pid=process.pid))
         assert read_progress(home) == replace(STANDING, pid=process.pid)
         write_record(home.progress, STANDING)
-        assert read_progress(home) is None  # left behind by a run that was killed
+        assert read_progress(home) is None  # a killed run leaves its file behind
     write_record(home.progress, replace(STANDING, pid=process.pid))
     assert read_progress(home) is None

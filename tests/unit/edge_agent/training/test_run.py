@@ -1,4 +1,4 @@
-"""Durable results of a run: written once, found again, torn lines cut, old runs pruned."""
+"""Tests of a run's durable results: written once, found again, torn lines cut, and old runs pruned."""
 
 import os
 from pathlib import Path

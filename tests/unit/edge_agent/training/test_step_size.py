@@ -1,4 +1,4 @@
-"""Epsilon and step size: the rules, their limits, and that nothing is computed twice."""
+"""Tests of epsilon and the step size: the rules, their limits, and reuse of stored results."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Function = Callable[[NDArray[np.float64]], float]
 
 
 class FunctionEngine(BigramEngine):
-    """The loss is a function of the distance from the base, not of the text."""
+    """An engine with a loss that is a function of the distance from the base. The text does not matter."""
 
     def __init__(self, package: Package, function: Function, slope: float = 0.0) -> None:
         super().__init__(package)
@@ -40,18 +40,18 @@ class FunctionEngine(BigramEngine):
         self.calls = 0
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """The function of each variant."""
+        """Return the function's value for each variant."""
         self.calls += 1
         return np.array([self._function(values_K - self._base_K) for values_K in values_VK], dtype=np.float32)
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """A constant slope along the first weight."""
+        """Return the loss and a constant slope along the first weight."""
         gradient_K = np.zeros(self.k, np.float32)
         gradient_K[0] = self._slope
         return float(self._function(values_K - self._base_K)), gradient_K
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """The function at every target."""
+        """Return the function's value at every target."""
         loss = self._function(values_K - self._base_K)
         return np.full(int(batch.target_BT.sum()), loss, dtype=np.float32)
 
@@ -79,7 +79,7 @@ def test_epsilon_starts_at_a_norm_of_a_half(package: Package, tmp_path: Path) ->
 
 def test_epsilon_shrinks_where_the_loss_is_too_curved(package: Package, tmp_path: Path) -> None:
     start = EPSILON_NORM / math.sqrt(package.k)
-    # A sine of this frequency turns between start and 2 start, and hardly at a quarter of that.
+    # The sine turns between `start` and `2 * start`. At smaller distances it is nearly straight.
     run = _begin(package, tmp_path, lambda d: 3.0 + math.sin(1.4 * float(d[0]) / start), estimator=SPSA)
     found = find_epsilon(run)
     assert found.epsilon in (pytest.approx(start / 2), pytest.approx(start / 4))
@@ -113,7 +113,7 @@ def test_forward_mode_needs_no_epsilon(package: Package, tmp_path: Path) -> None
 
 
 def _bowl(package: Package, best_norm: float) -> Function:
-    """Falls along the way to a point at this distance, and rises behind it."""
+    """Return a loss that is smallest at one point, `best_norm` away from the base."""
     target_K = np.full(package.k, best_norm / math.sqrt(package.k))
     return lambda d: 3.0 + float(np.linalg.norm(d - target_K)) / (1.0 + best_norm)
 

@@ -1,4 +1,4 @@
-"""Descents: their steps, evaluations, stops, and that a resumed one has the same bits."""
+"""Tests of descents: steps, evaluations, stops, and bitwise resumption."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from tests.unit.edge_agent.runs import Begin, plan_and_train
 
 
 class SpoiltEngine(BigramEngine):
-    """A bigram engine whose losses go through `spoil(losses, call number)`."""
+    """A bigram engine that passes its losses through `spoil(losses, call number)`."""
 
     def __init__(
         self, package: Package, spoil: Callable[[NDArray[np.float32], int], NDArray[np.float32]]
@@ -34,7 +34,7 @@ class SpoiltEngine(BigramEngine):
         self.calls = 0
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """As spoilt."""
+        """Return the spoilt losses."""
         self.calls += 1
         return self._spoil(super().losses(values_VK, batch), self.calls)
 
@@ -93,7 +93,7 @@ def test_a_level_descent_is_followed_by_one_with_half_and_the_best_of_all_is_sel
     _stop_at(18, monkeypatch)
 
     selected = train(run, plan)
-    # With a time limit, two steps are left.
+    # With a time limit, the second descent gets the two steps that are left.
     hurried_run = begin(folder="hurried", steps=20)
     hurried = train(hurried_run, replace(plan, limit_s=1e9))
 
@@ -138,7 +138,7 @@ def test_no_descent_begins_after_the_time_limit(begin: Begin, monkeypatch: pytes
 
 
 def _stop_at(wanted_step: int, monkeypatch: pytest.MonkeyPatch, found: Stop = Stop.LEVEL) -> None:
-    """Let each descent of 20 steps but the last be level, or `found`, at a step."""
+    """Stop each descent of 20 steps, except the last, at `wanted_step` with the reason `found`."""
 
     def stop(
         evaluations: Sequence[Evaluation], *, step: int, total_steps: int, last: bool, **others: Any
@@ -178,7 +178,7 @@ def test_many_losses_that_are_not_finite_end_the_run_with_the_base(begin: Begin,
 
 
 class FakeClock:
-    """Every look costs a second."""
+    """A clock that advances by one second at each call."""
 
     def __init__(self) -> None:
         self.now = 0.0

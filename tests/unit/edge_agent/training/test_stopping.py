@@ -1,4 +1,4 @@
-"""The rule that stops a descent, by its evaluations."""
+"""Tests of the rule that stops a descent by its evaluations."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from permille_agent.training.steps import Stop, best_of, stop_of
 
 
 def _ends(losses: list[float | None], total_steps: int = 100, **changes: Any) -> list[Stop | None]:
-    """Return the answers of `stop_of` at each evaluation, every fifth step."""
+    """Return the answers of `stop_of` at every evaluation, one per five steps."""
     evaluations = [Evaluation(5 * place, loss) for place, loss in enumerate(losses)]
     usual = {"rejected": 0, "out_of_time": False, "last": False}
     return [
@@ -31,7 +31,7 @@ def test_a_descent_that_stays_above_the_base_diverged_but_not_the_last(
     losses: list[float | None], above: int | None, last: int | None
 ) -> None:
     assert _ends(losses) == [Stop.DIVERGED if place == above else None for place in range(len(losses))]
-    # A tenth above the base, or a loss that is not finite, ends the last attempt too.
+    # The last attempt diverges only if a loss is a tenth above the base or not finite.
     found = _ends(losses, last=True)
     assert found == [Stop.DIVERGED if place == last else None for place in range(len(losses))]
 
@@ -42,7 +42,7 @@ def test_a_descent_that_stays_above_the_base_diverged_but_not_the_last(
         ([3.0, 2.9, 2.8, 2.85, 2.8, 2.81], 5),
         ([3.0, 2.9, 2.8, 2.85, 2.8, 2.79, 2.81, 2.81, 2.81], 8),
         ([3.0, 2.9, 2.8, 2.85, 2.8, 2.79, 2.78], None),
-        # In the second half the schedule shortens the steps anyway.
+        # In the second half, the schedule shortens the steps anyway.
         ([3.0, 2.9, 2.8, 2.7, 2.6, 2.5, 2.4, 2.3, 2.2, 2.25, 2.25, 2.25, 2.25], None),
     ],
 )
@@ -54,7 +54,10 @@ def test_a_descent_without_a_new_lowest_in_its_first_half_is_level(
 
 
 def test_few_evaluations_say_nothing_of_a_step_size() -> None:
-    """Every twentieth of the steps above; here every quarter and every half."""
+    """The evaluations are a quarter and a half of all steps apart.
+
+    In the tests above, they are a twentieth apart.
+    """
     assert _ends([3.0, 2.7, 2.71, 2.7], total_steps=20) == [None] * 4
     assert _ends([3.0, 3.01, 2.9], total_steps=10)[:2] == [None, None]
 

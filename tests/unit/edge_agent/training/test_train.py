@@ -1,4 +1,4 @@
-"""A whole run on a small model: adopted, kept, refused, failed, interrupted, killed at every write."""
+"""Tests of whole runs on a small model: adopted, kept, refused, failed, interrupted, and killed at writes."""
 
 import json
 import math
@@ -46,7 +46,7 @@ from tests.unit.edge_agent.runs import (
 
 
 def _end_of(home: Home, result: RunResult) -> tuple[object, ...]:
-    """Return the values that must be the same to the bit, however often a run was killed."""
+    """Return the values that must be bitwise equal, regardless of kills."""
     run = find_run(home, result.run)
     evaluations = run.evaluations(0)
     return (
@@ -100,7 +100,7 @@ def test_without_consent_neither_log_nor_state_digest_and_never_text_or_a_path_i
 
 
 class Unlearnable(BigramEngine):
-    """Evaluations know nothing of what the steps do."""
+    """An engine with random losses, so that training cannot improve them."""
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
         means = [BigramEngine.token_losses(self, values_K, batch).mean() for values_K in values_VK]
@@ -184,7 +184,7 @@ def test_a_new_package_replaces_a_personalised_one_only_once_training_on_it_is_b
 
 
 class _StopsAfter(BigramEngine):
-    """Sets the event after so many calls."""
+    """An engine that sets the event at its `calls`-th loss."""
 
     def __init__(self, package: Package, stop: threading.Event, calls: int) -> None:
         super().__init__(package)
@@ -216,7 +216,7 @@ def test_the_interruptible_engine_passes_everything_through(package: Package) ->
 
 @contextmanager
 def _killed_at(number: int, *, torn: bool) -> Iterator[list[int]]:
-    """Raise `Killed` in place of the durable write with this number, or after half of it."""
+    """Raise `Killed` instead of durable write number `number`. If `torn`, half of that write is stored."""
     count = [0]
     write_all, append = permille.zo.journal._write_all, RunFolder.append_evaluation
 
@@ -261,7 +261,8 @@ def test_a_kill_at_any_write_changes_nothing_of_the_end(device: Device, tmp_path
     with _killed_at(0, torn=False) as count:
         expected = _end_of(whole.home, whole.train(**few))
     killed = 0
-    # Each try is killed one write later than it came so far, so every write is hit, one run through.
+    # Attempts die at their first and second durable write in turn, so two of them advance the run by one
+    # write.
     for number in range(1, count[0] + 1):
         with _killed_at(1 + number % 2, torn=number % 3 == 0):
             try:
