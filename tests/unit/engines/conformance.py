@@ -1,7 +1,8 @@
-"""Tests that every engine must pass: `Conformance(engine, tiny).check()`, or one pytest test for each method.
+"""Tests that every engine must pass.
 
-The reference is unmodified transformers in float32 on the same weights. An engine that computes in a coarser
-dtype states its tolerance when it is handed in.
+Call `Conformance(engine=engine, tiny=tiny).check()`, or parametrize a pytest test with the rules. The
+reference is unmodified transformers in float32 on the same weights. An engine with a coarser dtype passes its
+own tolerance.
 """
 
 from collections.abc import Callable
@@ -32,11 +33,15 @@ from tests.unit.engines.tiny import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conformance:
-    """The suite for one engine on one package.
+    """The rules for one engine on one package.
 
     Attributes:
-        loss_tolerance: bound on |loss - reference|, absolute; also between groupings of the same work.
-        derivative_tolerance: bound on the error of a derivative, relative to the largest of them.
+
+        engine: the engine under test.
+        tiny: the package of the engine, and its reference.
+        loss_tolerance: bound on |loss - reference|, absolute. It also bounds the difference between two ways of
+            grouping the same work.
+        derivative_tolerance: bound on the error of a derivative, relative to the largest derivative.
     """
 
     engine: Engine
@@ -45,7 +50,7 @@ class Conformance:
     derivative_tolerance: float = 1e-4
 
     def check(self) -> None:
-        """Run everything."""
+        """Check all rules of `RULES`."""
         for rule in RULES:
             rule(self)
 
@@ -65,7 +70,7 @@ class Conformance:
         assert got.dtype == np.float32
         expected = [self._reference(values_K, batch).mean() for values_K in values_VK]
         np.testing.assert_allclose(got, expected, rtol=0, atol=self.loss_tolerance)
-        assert len(set(got.tolist())) == 3  # Variants differ: the overlay is not ignored.
+        assert len(set(got.tolist())) == 3  # the variants differ, so the engine uses the values
 
     def variants_together_are_variants_alone(self) -> None:
         batch, values_VK = tiny_batch(), variants(self.tiny.package, 5)
@@ -74,13 +79,14 @@ class Conformance:
         np.testing.assert_allclose(together, alone, rtol=0, atol=self.loss_tolerance)
 
     def what_variants_agree_in_is_computed_once(self) -> None:
-        """Layer passes of four variants that differ in the last layer alone, and of a gradient."""
+        """Count layer passes, of four variants that differ only in the last layer and of a gradient."""
         spans, rows = layer_spans(self.tiny.package), 3
         lowest, last = first_masked(spans), len(spans) - 1
         values_VK = variants(self.tiny.package, 4, scale=0.1)
         for span in (span for own in spans[:last] for span in own):
             values_VK[1:, span] = values_VK[0, span]
-        batches = [_moved(tiny_batch(), by) for by in (1, 2)]  # tokens that no engine kept states of
+        # New tokens, for which the engine has no stored states.
+        batches = [_moved(tiny_batch(), by) for by in (1, 2)]
         before = self.engine.layer_passes
         together = self.engine.losses(values_VK, batches[0])
         assert self.engine.layer_passes - before == rows * (last + 4)
@@ -143,7 +149,7 @@ class Conformance:
         ids = torch.tensor([*prompt.tolist(), *got])
         logits = self.tiny.reference(ids[None]).logits[0, len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(got)[:, None])[:, 0]
-        # The token it took is, within tolerance, the most likely one after what it had written.
+        # Each chosen token must have the largest logit, within the tolerance.
         assert (chosen >= logits.max(dim=1).values - 10 * self.loss_tolerance).all()
 
     def sampling_depends_on_the_seed_alone(self) -> None:
@@ -171,8 +177,8 @@ class Conformance:
         expected = self._divergences(moved_K, batch)
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, expected, rtol=0, atol=self.loss_tolerance)
-        assert expected.mean() > 0  # it is another distribution
-        # Nothing is lost where the model predicts what it is pulled to.
+        assert expected.mean() > 0  # the reference has another distribution than the base
+        # The loss is 0 if the model predicts the soft targets themselves.
         atol = self.loss_tolerance
         np.testing.assert_allclose(self.engine.token_losses(base_K, batch), 0, rtol=0, atol=atol)
         losses_V = self.engine.losses(np.stack([base_K, moved_K]), batch)
@@ -184,7 +190,7 @@ class Conformance:
         batch = replace(hard, soft=self._soft(base_K, hard))
         loss, gradient_K = self._gradient_engine().gradient(moved_K, batch)
         assert abs(loss - self._divergences(moved_K, batch).mean()) <= self.loss_tolerance
-        # Along the gradient itself the loss moves most, so the difference is well above rounding.
+        # The loss changes most along its gradient, so the difference is well above rounding errors.
         z_K = gradient_K / np.linalg.norm(gradient_K)
         step = np.float32(0.01)
         up, down = (self._divergences(moved_K + sign * step * z_K, batch).mean() for sign in (1, -1))
@@ -246,14 +252,14 @@ class Conformance:
                 call()
 
     def _soft(self, values_K: NDArray[np.float32], batch: Batch) -> SoftTargets:
-        """The five most probable tokens of the reference at each target."""
+        """Return the reference's five most probable tokens at each target."""
         q_RD = self._probabilities(values_K, batch)
         ids_RN = np.argsort(-q_RD, axis=1)[:, :5]
         probability_RN: NDArray[np.float32] = np.take_along_axis(q_RD, ids_RN, axis=1).astype(np.float32)
         return SoftTargets(ids_RN=ids_RN, probability_RN=probability_RN)
 
     def _divergences(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float64]:
-        """The loss of soft targets by its definition."""
+        """Return the losses of soft targets, computed by definition, float64 [R]."""
         assert batch.soft is not None
         q_RD, p_RN = self._probabilities(values_K, batch), batch.soft.probability_RN.astype(np.float64)
         q_RN = np.take_along_axis(q_RD, batch.soft.ids_RN, axis=1)
@@ -263,7 +269,7 @@ class Conformance:
         return found_R
 
     def _probabilities(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float64]:
-        """Return the predictions of the reference at each target, float64 [R, D]."""
+        """Return the reference's predictions at each target, float64 [R, D]."""
         set_values(self.tiny.package, self.tiny.reference, values_K)
         found = []
         for ids_T, target_T in zip(batch.input_ids_BT, batch.target_BT, strict=True):
@@ -291,7 +297,7 @@ class Conformance:
         return gradient_K
 
 
-# What training by losses alone needs.
+# Rules that training with losses only needs.
 LOSS_RULES: tuple[Callable[[Conformance], None], ...] = (
     Conformance.token_losses_are_those_of_the_reference,
     Conformance.losses_are_means_over_targets,
@@ -316,12 +322,12 @@ RULES = (
     Conformance.wrong_input_of_derivatives_and_text_is_refused,
 )
 
-# Of engines that compute once what variants share.
+# Rules for engines that compute the shared layers of variants once.
 SHARING_RULES = (*RULES, Conformance.what_variants_agree_in_is_computed_once)
 
 
 def _padded(batch: Batch, *, columns: int, fill: int) -> Batch:
-    """The same batch with `columns` more of padding, and `fill` wherever padding is."""
+    """Return the batch with `columns` more columns of padding. All padding has the token `fill`."""
     widths = ((0, 0), (0, columns))
     attention_BT = np.pad(batch.attention_BT, widths)
     return Batch(
@@ -332,7 +338,7 @@ def _padded(batch: Batch, *, columns: int, fill: int) -> Batch:
 
 
 def _moved(batch: Batch, by: int) -> Batch:
-    """The same places with other tokens."""
+    """Return the batch with other tokens at the same places."""
     return replace(batch, input_ids_BT=(batch.input_ids_BT + by) % VOCABULARY)
 
 

@@ -1,4 +1,4 @@
-"""Tiny packages that have a tokenizer, for what is exported to llama.cpp."""
+"""Tiny packages with a tokenizer, for exports to llama.cpp."""
 
 import json
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from tests.unit.engines.tiny import CONFIGS, tiny_model, write_package
 VOCABULARY = 512
 TEXTS = (*sentences(20, seed=3), "  two  spaces\n\n\tand a tab, 123 don't", "Été, naïve: 🎉 ¿qué?", "x")
 FAMILIES = tuple(family for family in CONFIGS if family in ARCHITECTURES)
-"""Those that llama.cpp knows."""
-# llama.cpp computes what these settings say, and no others: scores by the size of a head, a window's length.
+"""The families that llama.cpp supports."""
+# llama.cpp requires these settings. For example, it scales attention scores by the size of a head.
 SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 64},
     "gemma2": {"query_pre_attn_scalar": 16},
@@ -37,7 +37,7 @@ def exported_package(
     tokenizer: bytes | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Package:
-    """A package of a random model of a family with wide enough rows for blocks, and a tokenizer."""
+    """Return a package of a random model, with a tokenizer and rows that are wide enough for GGUF blocks."""
     settings = {"vocab_size": VOCABULARY, "hidden_size": 64} | SETTINGS.get(family, {}) | dict(changes or {})
     files = {
         "tokenizer.json": tokenizer or tiny_tokenizer(VOCABULARY - 8).to_str().encode(),
@@ -49,9 +49,10 @@ def exported_package(
 
 
 def sentencepiece_tokenizer() -> bytes:
-    """A `tokenizer.json` as transformers makes them of sentencepiece's models.
+    """Return a `tokenizer.json` as transformers converts it from a sentencepiece model.
 
-    Bytes for unknown characters, `▁` for spaces, and every merge that makes a token, in the order of scores.
+    Unknown characters become bytes, and spaces become `▁`. The merges are all pairs that make a token, in the
+    order of scores.
     """
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()

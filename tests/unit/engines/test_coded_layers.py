@@ -1,4 +1,4 @@
-"""Codes on a device decode to the bits of the package; sparse products have the gradients of dense ones."""
+"""Tests of coded layers: decoding to the package's bits, and gradients of sparse products."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ def _weight(rows: int, columns: int) -> NDArray[np.float32]:
 
 
 def _coded() -> Iterator[QuantizedTensor]:
-    """Every scheme, with rows that end within a byte and a group."""
+    """Yield tensors of every scheme and GGUF type. Some have rows that end within a byte and a group."""
     for scheme in (Scheme.NF4, Scheme.INT4, Scheme.INT8):
         for shape in ((7, 45), (9, 128)):
             yield quantize(_weight(*shape), scheme, default_group_size(scheme))
@@ -58,7 +58,7 @@ def test_bitsandbytes_decodes_what_tiles_do(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheme", [Scheme.NF4, Scheme.INT4])
 def test_products_have_the_gradients_of_dense_ones(device: str, scheme: Scheme) -> None:
-    """Of the inputs and of the sparse values, against dense weights with the values set."""
+    """Compare the gradients of the inputs and of the sparse values with those of a dense matrix."""
     coded = quantize(_weight(9, 128), scheme, default_group_size(scheme))
     weight = CodedWeight(coded, torch.device(device), FLOAT32)
     index_C = np.sort(np.random.default_rng(1).choice(9 * 128, 40, replace=False)).astype(np.uint32)
@@ -78,7 +78,7 @@ def test_products_have_the_gradients_of_dense_ones(device: str, scheme: Scheme) 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_way_back_sums_tiles_in_float32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bfloat16 sum is rounded at each tile: eight times this error with 256 of them."""
+    """A sum in bfloat16 would be rounded at each of the 256 tiles, with about eight times this error."""
     monkeypatch.setattr(coded_layers, "_TILE_WEIGHTS", 64)
     coded = quantize(_weight(256, 64), Scheme.INT4, 32)
     weight = CodedWeight(coded, torch.device(device), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Dual forwarding against the reference engine, as modules and exported."""
+"""Tests of dual forwarding against the reference engine, as a module and as an exported program."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def _batch(ids_BT: torch.Tensor) -> Batch:
 
 
 def _dual_inputs(package: Package) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every variant on the same sequences, as a two-sided step orders them."""
+    """Return every variant on the same sequences, in the order of a two-sided step."""
     values_VK = torch.from_numpy(variants(package, 2 * QUERIES))
     return values_VK, torch.arange(len(values_VK)).repeat_interleave(ROWS), _ids().repeat(2 * QUERIES, 1)
 

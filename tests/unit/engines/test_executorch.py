@@ -1,4 +1,4 @@
-"""ExecuTorch's runtime against the reference: losses, refusals, a training (`make test-executorch`)."""
+"""Tests of ExecuTorch's runtime against the reference. `make test-executorch` runs them."""
 
 import subprocess
 import sys
@@ -39,9 +39,9 @@ from tests.unit.engines.tiny import Tiny, tiny_batch, tiny_package, variants
 
 pytestmark = pytest.mark.executorch
 
-# Five variants and three rows of the conformance suite do not fit one pass, nor divide evenly
+# The suite's 5 variants of 3 rows exceed one pass of this shape, and do not fill whole passes.
 SHAPE = ProgramShape(variants=4, rows=7, tokens=20)
-# Activations in 8 bits, scales in bfloat16, on a model whose losses are about 5
+# For 8-bit activations and bfloat16 scales, on a model with losses of about 5.
 INT8_TOLERANCE = 0.05
 
 RUN_ALONE = """
@@ -60,7 +60,7 @@ print(float(engine.losses(package.values()[None], batch)[0]), "torch" in sys.mod
 """
 
 
-# The wheel's own runtime, as it is
+# Source of a process that uses the unmodified runtime of the wheel.
 RUN_MERGED = """
 import sys
 import numpy as np, torch
@@ -111,7 +111,7 @@ def test_int4_weights_and_int8_activations_pass_the_suite(rule: object, int4: Ti
 
 
 def test_the_runtime_alone_gives_the_losses_of_the_light_engine(float32: Tiny) -> None:
-    """In a process that never imports torch."""
+    """The runtime's process never imports torch."""
     package = float32.package
     command = [sys.executable, "-c", RUN_ALONE, str(package.blobs.root), package.digest]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -124,7 +124,7 @@ def test_the_runtime_alone_gives_the_losses_of_the_light_engine(float32: Tiny) -
 
 
 def test_differences_along_directions_are_those_of_the_light_engine(int4: Tiny) -> None:
-    """8-bit activations keep the larger part of what an estimator needs."""
+    """With 8-bit activations, the error of the differences is less than half of their norm."""
     package, batch = int4.package, tiny_batch(lengths=(20,) * 6)
     values_VK = variants(package, 9, scale=0.1)[1:]
     exact = LightEngine(package, threads=1).losses(values_VK, batch)
@@ -150,7 +150,7 @@ def test_what_is_not_ours_is_refused(float32: Tiny, int4: Tiny) -> None:
 
 
 def test_a_device_tries_a_program_in_a_child_before_it_installs_the_package(tmp_path: Path) -> None:
-    """A program that the runtime refuses, dies of or computes wrongly ends the trial and nothing else."""
+    """If the runtime refuses a program, crashes or computes wrong losses, only the trial fails."""
     package = packages.tiny_package(tmp_path, scheme=Scheme.INT4)
     good = _exported(package, ProgramShape(variants=2, rows=2, tokens=16), "int4")
     try_package(tmp_path, good.digest, size_bytes=good.size_bytes)
@@ -163,7 +163,7 @@ def test_a_device_tries_a_program_in_a_child_before_it_installs_the_package(tmp_
 
 
 def test_a_merged_model_runs_in_an_unmodified_runtime(float32: Tiny, tmp_path: Path) -> None:
-    """Personal values are constants; no operator of ours is left, and any number of tokens fits."""
+    """The personal values are constants, no custom operator is left, and the number of tokens is free."""
     package = float32.package
     values_K = package.values() + np.float32(0.25)
     assert export_executorch(package, values_K, tmp_path / "mine") > 1000
@@ -185,7 +185,7 @@ def _gain(run: RunResult) -> float:
 
 
 def test_a_training_learns_what_the_light_engine_does_and_its_log_replays(tmp_path: Path) -> None:
-    """The same text, seed and directions: integers of a log, the same state anywhere, as good a loss."""
+    """Text, seed and directions are the same. The improvements agree within a fifth."""
     found: dict[str, RunResult] = {}
     for name in ("light", "executorch"):
         home = open_home(tmp_path / name)

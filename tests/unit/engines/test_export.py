@@ -1,4 +1,4 @@
-"""A package as a folder that unmodified transformers loads."""
+"""Tests of exports to folders that unmodified transformers loads."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ def tiny(tmp_path: Path) -> Tiny:
     return tiny_package(tmp_path / "blobs", "qwen2", dtype=torch.bfloat16)
 
 
-CODED = [scheme for scheme in Scheme if scheme is not Scheme.SOURCE]  # that one needs a GGUF file
+CODED = [scheme for scheme in Scheme if scheme is not Scheme.SOURCE]  # `SOURCE` needs a GGUF file
 
 
 @pytest.mark.parametrize(("family", "scheme"), list(zip(CONFIGS, itertools.cycle(CODED), strict=False)))
@@ -48,8 +48,11 @@ def test_transformers_computes_the_same_logits(family: str, scheme: Scheme, tmp_
     [("llama", "lora", "all"), ("gpt_neox", "lora-fa", "mlp"), ("opt", "lora", "layers:1")],
 )
 def test_unmodified_peft_loads_an_adapter(family: str, kind: str, scope: str, tmp_path: Path) -> None:
-    """Onto the package's own model its logits are those of the reference and the engine; merged too."""
-    import peft  # takes seconds: not at each start of the tests
+    """On the exported base model, the adapter gives the logits of the reference and the engine.
+
+    The merged export gives them, too.
+    """
+    import peft  # the import takes seconds, so not every start of pytest should pay for it
 
     adapter = ChosenAdapter(kind=AdapterKind(kind), rank=4, alpha=8, scope=scope)
     tiny = tiny_package(tmp_path / "blobs", family, adapter=adapter)

@@ -1,4 +1,4 @@
-"""Opening an engine by name, without torch until then."""
+"""Tests of opening an engine by name, and of imports: torch only if an engine needs it."""
 
 import subprocess
 import sys

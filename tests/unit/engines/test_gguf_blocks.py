@@ -1,4 +1,4 @@
-"""Weights as bytes of GGUF types: read back by the `gguf` package, the personal values in place."""
+"""Tests of weights as GGUF blocks: the `gguf` package reads them back, with the personal values."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def weight(rows: int = 16, columns: int = 256, seed: int = 0) -> NDArray[np.floa
 def personal(
     weight_NK: NDArray[np.float32], density: float, size: float
 ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """A mask and values that moved by `size`, in the way that training moves them: far."""
+    """Return a mask, and the values of its weights after moves of standard deviation `size`."""
     rng = np.random.default_rng(1)
     mask_k = np.flatnonzero(rng.random(weight_NK.size) < density).astype(np.uint32)
     moved = rng.standard_normal(len(mask_k)).astype(np.float32) * np.float32(size)
@@ -79,11 +79,10 @@ def test_a_block_takes_its_scale_from_the_personal_value_in_it(kind: BlockType, 
 
     kept, others = lost(mask_k)
     assert kept > least
-    assert (
-        others < 0.002
-    )  # what 3 % of blocks with another scale cost all other weights: 0.2 % of their variance
+    # About 3 % of the blocks get another scale. It costs the other weights at most 0.2 % of their variance.
+    assert others < 0.002
     if kind is BlockType.Q4_0:
-        assert lost(None)[0] < 0.5  # int4's own codes know nothing of the change
+        assert lost(None)[0] < 0.5  # without the mask, the blocks keep the base model's codes
 
 
 def test_a_personal_value_alone_in_its_block_is_as_exact_as_a_float16() -> None:

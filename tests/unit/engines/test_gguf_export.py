@@ -1,4 +1,4 @@
-"""A package as a GGUF file, read back by the `gguf` package; `test_llama_cpp` has llama.cpp itself."""
+"""Tests of exports to GGUF files, read back by the `gguf` package. `test_llama_cpp` runs llama.cpp itself."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def field(folder: Path, name: str) -> Any:
 
 
 def merged(package: Package, values_K: NDArray[np.float32], name: str) -> NDArray[np.float32]:
-    """A linear layer as it must be."""
+    """Return a linear layer's weights with `values_K` set."""
     start = 0
     for info in package.manifest.tensors:
         if info.name == name:
@@ -104,7 +104,7 @@ def test_a_tied_head_is_stored_twice_where_llama_cpp_asks_for_it(tmp_path: Path)
     np.testing.assert_array_equal(found["output.weight"], found["token_embd.weight"])
 
 
-# As llama.cpp's own graphs ask for them (src/models/olmo2.cpp, granite.cpp and smollm3.cpp).
+# Names that llama.cpp's graphs expect (src/models/olmo2.cpp, granite.cpp and smollm3.cpp).
 _PRE = {f"{name}.weight" for name in ("attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v", "attn_output")}
 _MLP = {"ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"}
 _BLOCKS = {
@@ -151,7 +151,8 @@ def test_the_personal_change_survives(scheme: Scheme, kind: str, least: float, t
 
 
 def test_rows_that_blocks_do_not_fill_are_float16(tmp_path: Path) -> None:
-    package = exported_package(tmp_path / "blobs", "llama")  # 44 columns in the last matrix of a block
+    # The last matrix of each decoder layer has 44 columns, which is not a multiple of the block size.
+    package = exported_package(tmp_path / "blobs", "llama")
     assert export_gguf(package, None, tmp_path / "out", kind="q4_0").as_float16 == 2
     types = {
         tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "out" / GGUF_FILE).tensors

@@ -1,4 +1,4 @@
-"""The `Modelfile` of an export: its template of Go's renders what the model's template renders."""
+"""Tests of an export's `Modelfile`: its Go template renders the same text as the model's own template."""
 
 import json
 import re
@@ -60,7 +60,7 @@ FORMS = {
     "mistral": (MISTRAL, False),
 }
 
-# What the written template uses of Go's language, in Jinja's.
+# Parts of the Go template, and the same in Jinja.
 _IN_JINJA = {
     "{{ range $i, $_ := .Messages }}": "{% for m in messages %}",
     '{{ if eq .Role "system" }}': "{% if m.role == 'system' %}",
@@ -81,7 +81,7 @@ def rendered(template: str, messages: tuple[tuple[str, str], ...]) -> str:
 
 
 def rendered_by_go(template: str, messages: tuple[tuple[str, str], ...]) -> str:
-    """Render the few actions that an export writes as Go would, piece by piece."""
+    """Render the few Go actions of an exported template. Each is translated to Jinja."""
     strings = re.findall(r'\{\{ ("(?:[^"\\]|\\.)*") \}\}', template)
     for number, string in enumerate(strings):
         template = template.replace(f"{{{{ {string} }}}}", f"{{{{ texts[{number}] }}}}", 1)
@@ -136,7 +136,7 @@ def test_an_export_names_the_ends_of_a_turn_and_no_beginning_twice(tmp_path: Pat
     package = write_package(BlobFolder(tmp_path / "blobs"), model, Scheme.INT4, files=files)
     export_gguf(package, None, tmp_path / "mine", kind="q8_0")
     written = (tmp_path / "mine" / MODELFILE).read_text()
-    assert "<s>" not in written  # the file says that one goes before every text
+    assert "<s>" not in written  # the GGUF file says that "<s>" precedes every text
     assert re.findall(r"PARAMETER stop (.*)", written) == ['"</s>"', '"<|eot_id|>"']
     reader = GGUFReader(tmp_path / "mine" / GGUF_FILE)
     found = {name: reader.fields[name].contents() for name in reader.fields}

@@ -1,4 +1,4 @@
-"""Inputs that an engine refuses before it computes, and inputs that it cuts off."""
+"""Tests of an engine's inputs: those that it refuses, and padding that it cuts off."""
 
 from collections.abc import Callable
 from typing import Any

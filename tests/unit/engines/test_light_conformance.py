@@ -1,4 +1,4 @@
-"""The light engine in the conformance suite: every family, all schemes."""
+"""The light engine in the conformance suite: every family and all schemes."""
 
 from collections.abc import Callable
 from itertools import cycle
@@ -18,7 +18,7 @@ from permille.quantization.types import Scheme
 from tests.unit.engines.conformance import SHARING_RULES, Conformance
 from tests.unit.engines.tiny import CONFIGS, Tiny, set_values, tiny_batch, tiny_package, variants
 
-# NF4 of every family, and one more scheme
+# NF4 for every family, and one more scheme.
 PACKAGES = [(family, Scheme.NF4) for family in CONFIGS]
 PACKAGES += zip(CONFIGS, cycle([Scheme.INT4, Scheme.INT8]), strict=False)
 
@@ -37,13 +37,13 @@ def test_light_engine_conforms(suite: Conformance, rule: Callable[[Conformance],
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_package_in_half_precision_conforms(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Embeddings and head are stored in 16 bits and widened where they are used."""
+    """Embeddings and head are stored in 16 bits and converted to float32 during use."""
     tiny = tiny_package(tmp_path, "gemma", dtype=dtype)
     Conformance(engine=LightEngine(tiny.package), tiny=tiny).check()
 
 
 def test_it_conforms_in_parts_and_with_one_thread(tmp_path: Path) -> None:
-    """Every call is cut: 14 tokens are less than two sequences, and less than two variants."""
+    """Every call runs in parts, because 14 tokens are less than two sequences or two variants."""
     tiny = tiny_package(tmp_path, "qwen2")
     engine = LightEngine(tiny.package, threads=1, max_tokens=14)
     Conformance(engine=engine, tiny=tiny).check()
@@ -79,7 +79,7 @@ def test_adapters_conform(family: str, kind: AdapterKind, scope: str, tmp_path: 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_int8_activations_conform(family: str, tmp_path: Path) -> None:
-    """As far as 8 bits go."""
+    """The tolerance of the losses is larger, because of the 8 bits."""
     tiny = tiny_package(tmp_path, family, Scheme.INT4)
     engine = LightEngine(tiny.package, int8=True)
     assert engine.info()["compute_dtype"] == "int8-activations"
@@ -96,8 +96,10 @@ def test_int8_activations_conform_in_parts_with_two_threads(tmp_path: Path) -> N
 
 
 def test_int8_activations_let_small_perturbations_through(tmp_path: Path) -> None:
-    """Sparse values are not rounded: the difference of two losses is that of float32 up to the noise of the
-    layers behind them, which larger steps drown."""
+    """Sparse values are not rounded, so the difference of two losses is close to that of float32.
+
+    The rest is noise of the layers above, which is small beside the effect of larger steps.
+    """
     tiny = tiny_package(tmp_path, "llama", Scheme.INT4)
     batch, values_K = tiny_batch(), tiny.package.values()
     z_K = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), len(values_K))
@@ -124,7 +126,7 @@ def test_int8_activations_leave_text_and_derivatives_in_float32(scope: str, tmp_
     assert (exact.losses(values_K[None], batch) != rounded.losses(values_K[None], batch)).all()
 
     for engine in (rounded, exact):
-        engine.losses(values_K[None], batch)  # What losses keep is not taken for derivatives.
+        engine.losses(values_K[None], batch)  # stored states of losses must not be used for derivatives
     (loss, gradient_K), (same_loss, same_K) = (each.gradient(values_K, batch) for each in (exact, rounded))
     assert loss == same_loss
     np.testing.assert_array_equal(gradient_K, same_K)

@@ -1,4 +1,4 @@
-"""Promises of the light engine beyond the suite: configs that it refuses, and memory that it shares."""
+"""Tests of the light engine beyond the suite: refused configurations, shared memory and stored states."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +98,8 @@ def test_a_long_rope_is_that_of_the_reference_up_to_the_original_context(
     Conformance(engine=engine, tiny=tiny).token_losses_are_those_of_the_reference()
     with pytest.raises(InputError, match="40"):
         list(engine.generate(tiny.package.values(), np.ones(41, np.int64), TokenSampling(max_new_tokens=1)))
-    with pytest.raises(InputError, match="40"):  # else a row's loss would depend on its neighbours' length
+    # Otherwise, a row's loss would depend on its neighbours' lengths.
+    with pytest.raises(InputError, match="40"):
         engine.losses(tiny.package.values()[None], tiny_batch(lengths=(12, 41)))
 
 
@@ -221,7 +222,7 @@ def test_numpy_alone_conforms(family: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_another_blas_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products go through a copy if numpy's library is not found."""
+    """Without numpy's own BLAS library, the engine uses numpy's matmul."""
     monkeypatch.setattr(blas, "_library", lambda: None)
     tiny = tiny_package(tmp_path, "llama")
     engine = LightEngine(tiny.package)
@@ -257,7 +258,7 @@ def _upper_half(folder: Path) -> Package:
 
 
 def _below_mask_counted(engine: LightEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every sequence whose lower layers are computed from now on."""
+    """From now on, collect the number of tokens of every sequence in the layers below the mask."""
     tokens: list[int] = []
     computed = engine._below_mask
 
@@ -286,12 +287,12 @@ def test_layers_below_the_mask_are_computed_once(
     for _ in range(2):
         loss, found_K = kept.gradient(values_VK[0], batch)
         assert (loss, found_K.tolist()) == (expected_loss, expected_K.tolist())
-    # What losses keep in 8 bits is not taken for derivatives, which are of float32.
+    # States of 8-bit losses are not used for derivatives, which are in float32.
     assert len(computed) == (6 if int8 else 3)
 
 
 def test_kept_states_have_the_same_bits_whatever_batch_they_were_met_in(tmp_path: Path) -> None:
-    """So a run that is resumed computes what one without a pause does."""
+    """So a resumed run computes the same bits as one without a pause."""
     package = _upper_half(tmp_path)
     batch, values_VK = tiny_batch(lengths=(12, 7, 9, 12, 5)), variants(package, 2, scale=0.1)
     expected = LightEngine(package).losses(values_VK, batch)
@@ -372,7 +373,8 @@ def test_a_gradient_counts_the_passes_of_the_masked_layers(tmp_path: Path) -> No
     engine.gradient(package.values(), batch)
     assert engine.layer_passes == 2 * (2 + 3 * 2)
     engine.gradient(package.values(), batch)
-    assert engine.layer_passes == 2 * (2 + 2 * 3 * 2)  # what lies below is kept
+    # The second call uses the stored states of the layers below the mask.
+    assert engine.layer_passes == 2 * (2 + 2 * 3 * 2)
 
 
 @pytest.mark.parametrize("call", ["open", "losses", "derivatives", "generate"])
@@ -395,7 +397,7 @@ def test_embedding_and_head_are_never_copied(call: str, tmp_path: Path) -> None:
 
 
 def test_no_weight_is_unpacked_as_a_whole(tmp_path: Path) -> None:
-    """A weight of 4 M numbers is 16 MB in float32; a tile of it is 6."""
+    """A weight of 4 M numbers is 16 MB in float32. A tile of it is 6 MB."""
     shape = Shape(hidden=2048, inner=2048, layers=1, heads=4, kv_heads=4, vocabulary=96)
     package = random_package(tmp_path, shape, density=1e-4)
     engine = LightEngine(package, threads=1)

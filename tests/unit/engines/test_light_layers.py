@@ -1,4 +1,4 @@
-"""The parts between the products: kernels against numpy, numpy against plain formulas."""
+"""Tests of the parts between the products: kernels against numpy, and numpy against plain formulas."""
 
 import math
 
@@ -24,7 +24,7 @@ def _random(*shape: int, scale: float = 1.0) -> Array:
 
 @pytest.fixture(params=["off", *paths()])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each path of the library on this machine, and numpy alone."""
+    """Select each path of the native library on this machine, and numpy without it."""
     monkeypatch.setenv(VARIABLE, request.param)
     return str(request.param)
 
@@ -32,7 +32,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def _plain_attention(
     q_TAD: Array, k_SBD: Array, v_SBD: Array, scale: float, window: int | None, cap: float | None
 ) -> NDArray[np.float64]:
-    """By the definition, in float64."""
+    """Return the output of attention by definition, in float64."""
     queries, heads, _ = q_TAD.shape
     keys, kv_heads, _ = k_SBD.shape
     out = np.empty(q_TAD.shape)
@@ -148,7 +148,7 @@ def test_a_kernel_leaves_alone_what_it_cannot_take() -> None:
 @pytest.mark.parametrize("kind", Activation)
 def test_slopes_are_those_of_the_activations(kind: Activation) -> None:
     x = _random(50)
-    x = x[np.abs(x) > 0.1]  # ReLU has none at 0.
+    x = x[np.abs(x) > 0.1]  # ReLU has no derivative at 0
 
     def value(step: float) -> NDArray[np.float64]:
         return layers.activate(kind, (x + step).astype(np.float32)).astype(np.float64)
@@ -171,7 +171,10 @@ SMALL = [1e-6, 1e-4, 1e-2, 0.3, 0.62, 0.63, 1.0, 4.0]
 @pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize("x", SMALL)
 def test_a_soft_cap_is_precise_for_scores_far_below_it(path: str, x: float, queries: int) -> None:
-    """The weight of a key without a score, `1 / (1 + e^(cap tanh x))`, has the error of the score."""
+    """Compare the weight of the key with score 0, `1 / (1 + e^score)`.
+
+    Its relative error is about the absolute error of the score.
+    """
     cap = np.float32(5 / x)
     k, v = np.array([[[0.0]], [[1.0]]], np.float32), np.array([[[1.0]], [[0.0]]], np.float32)
     q, out = np.full((queries, 1, 1), 5, np.float32), np.empty((queries, 1, 1), np.float32)

@@ -1,7 +1,8 @@
-"""The reverse pass of the light engine beyond the conformance suite.
+"""Tests of the light engine's reverse pass beyond the conformance suite.
 
-Each rule is the transpose of the forward part, `u . J v = v . J^T u`, with `J v` a difference; parts, threads
-and layers without a mask change nothing.
+Each backward rule must be the transpose of its forward part: `u . (J v) = v . (J^T u)`. J is the Jacobian
+matrix, u and v are random vectors, and `J v` is a central difference. Parts, threads and layers without a
+mask must not change the result.
 """
 
 from pathlib import Path
@@ -39,7 +40,10 @@ def _dot(a: Array, b: NDArray[np.floating]) -> float:
 def _assert_transposed(
     pairs: list[tuple[Array, Array]], u: Array, change: NDArray[np.floating], tolerance: float = 1e-6
 ) -> None:
-    """`u . change` is the sum of what each input's gradient times its own change gives."""
+    """Check that `u . change` is the sum over the inputs of gradient times change of the input.
+
+    `pairs` contains the gradient and the change of each input.
+    """
     scale = float(np.linalg.norm(u) * np.linalg.norm(change))
     assert abs(_dot(u, change) - sum(_dot(*pair) for pair in pairs)) <= tolerance * scale
 
@@ -91,7 +95,7 @@ def test_attention_backwards_is_transposed(
     scores: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With all heads at a time and with one."""
+    """Process all heads at once, and one at a time."""
     monkeypatch.setattr(reverse, "_SCORES", scores)
     q, k, v = _random(2, tokens, 4, 8), _random(2, tokens, kv_heads, 8), _random(2, tokens, kv_heads, 8)
     u, rule = _random(tokens, 4, 8), AttentionScores(0.6, window, cap)
@@ -108,7 +112,7 @@ def test_attention_backwards_is_transposed(
 
 
 def _assert_near(got: tuple[float, Array], expected: tuple[float, Array]) -> None:
-    """Sums in another order: to float32's rounding."""
+    """Allow for float32's rounding, because sums run in another order."""
     assert abs(got[0] - expected[0]) <= 1e-6
     np.testing.assert_allclose(got[1], expected[1], rtol=0, atol=3e-6 * np.abs(expected[1]).max())
 
@@ -142,11 +146,11 @@ def test_repeated_calls_have_the_same_bits_and_change_no_loss(tmp_path: Path) ->
 
 
 def test_layers_below_the_mask_are_not_gone_through(tmp_path: Path) -> None:
-    """The same numbers as by the reference, which goes through all layers."""
+    """The reference goes through all layers, and gives the same numbers."""
     shape = Shape(hidden=64, inner=96, layers=4, heads=4, kv_heads=2, vocabulary=96)
     package = random_package(tmp_path, shape, density=0.01, first_layer=2)
     engine, values_K = LightEngine(package), variants(package, 2, scale=0.1)[1]
-    batch = tiny_batch(lengths=(2, 12, 5))  # one row is a single pair of tokens
+    batch = tiny_batch(lengths=(2, 12, 5))  # one row has only two tokens
     _, gradient_K = engine.gradient(values_K, batch)
     _, expected_K = TorchEngine(package).gradient(values_K, batch)
     np.testing.assert_allclose(gradient_K, expected_K, rtol=0, atol=1e-5 * np.abs(expected_K).max())
@@ -158,13 +162,13 @@ def _peak_bytes(package: Package, batch: Batch) -> int:
 
 
 def test_nothing_of_a_matrix_is_kept(tmp_path: Path) -> None:
-    """A weight of 4 M numbers is 16 MB in float32; a tile of it is 6."""
+    """A weight of 4 M numbers is 16 MB in float32. A tile of it is 6 MB."""
     shape = Shape(hidden=2048, inner=2048, layers=1, heads=4, kv_heads=4, vocabulary=96)
     assert _peak_bytes(random_package(tmp_path, shape, density=1e-4), tiny_batch()) < 12e6
 
 
 def test_the_memory_of_many_tokens_is_bounded(tmp_path: Path) -> None:
-    """Twice the tokens of a part are two parts."""
+    """Many tokens are processed in several parts."""
     shape = Shape(hidden=64, inner=96, layers=3, heads=4, kv_heads=2, vocabulary=96)
     package = random_package(tmp_path, shape, density=0.01)
     few, many = (_peak_bytes(package, tiny_batch(lengths=(33,) * rows)) for rows in (32, 128))

@@ -1,6 +1,6 @@
-"""Exported files in llama.cpp itself: same tokens of a text, same predictions, same greedy text.
+"""Tests of exported files in llama.cpp itself: tokens of a text, predictions and greedy text are the same.
 
-`make test-llama-cpp` runs these: llama-cpp-python is built from source.
+`make test-llama-cpp` runs them, because llama-cpp-python is built from source.
 """
 
 import re
@@ -33,7 +33,7 @@ from tests.unit.engines.tiny import POSITIONS, variants
 pytestmark = pytest.mark.llama_cpp
 
 IDS_T = np.random.default_rng(0).integers(3, 320, 40)
-# llama.cpp's gelu reads a table of float16, and is the tanh form in GPT-NeoX too.
+# llama.cpp's GELU uses a float16 table. For GPT-NeoX, it uses the tanh form, too.
 GELU = {family for family in FAMILIES if family.startswith(("gemma", "gpt"))}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -50,13 +50,13 @@ def log_probs(logit_TD: NDArray[np.float32]) -> torch.Tensor:
 
 
 def divergence(own_TD: NDArray[np.float32], their_TD: NDArray[np.float32]) -> float:
-    """Kullback-Leibler, nats per token."""
+    """Return the Kullback-Leibler divergence in nats per token."""
     own, theirs = log_probs(own_TD), log_probs(their_TD)
     return float((own.exp() * (own - theirs)).sum(-1).mean())
 
 
 def wanted(package: Package, values_K: NDArray[np.float32], folder: Path) -> NDArray[np.float32]:
-    """Return the result of unmodified transformers."""
+    """Return the logits of unmodified transformers."""
     export_transformers(package, values_K, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_a_type_costs_what_is_said_of_it(kind: str, most: float, tmp_path: Path)
     with opened(package, values_K, tmp_path / "out", kind) as peer:
         found = divergence(expected_TD, peer.logits(IDS_T))
     assert found < most
-    assert found < 0.25 * divergence(expected_TD, base_TD)  # of what the personal values change
+    assert found < 0.25 * divergence(expected_TD, base_TD)  # small beside the effect of the personal values
 
 
 @pytest.mark.parametrize("bytes_only", [True, False])

@@ -1,8 +1,8 @@
-"""The same answers of a chat from this engine and from llama.cpp, which renders the file's own template.
+"""Tests that llama.cpp gives the engine's answers in a chat. It renders the file's own template.
 
-Files are float32, which hold every number that the engine computes with: in q8_0 most answers of a real model
-are worded otherwise. `make test-llama-cpp` runs these. The real model is SmolLM2-135M-Instruct, in the GGUF
-file that PERMILLE_SMOLLM2 names or that lies in `build/smollm2`.
+The files are float32, so they hold every number exactly. In q8_0, most answers of a real model differ in
+their words. `make test-llama-cpp` runs these tests. The real model is SmolLM2-135M-Instruct. Its GGUF file is
+named by PERMILLE_SMOLLM2, or lies in `build/smollm2`.
 """
 
 import shutil
@@ -42,7 +42,7 @@ TOKENS = 40
 
 
 def packed(model: Path, blobs: Path) -> Package:
-    """A package of a model folder, with a mask of every thousandth weight."""
+    """Return a package of a model folder. Its mask has every thousandth weight."""
     checkpoint = Checkpoint(model)
     mask = {
         name: np.arange(0, rows * columns, 1000, dtype=np.uint32)
@@ -54,7 +54,7 @@ def packed(model: Path, blobs: Path) -> Package:
 
 
 def answers(package: Package, folder: Path, context: int) -> tuple[list[str], list[str]]:
-    """Greedy answers to the five questions: ours, and llama.cpp's."""
+    """Return the greedy answers to the questions: the engine's, and llama.cpp's."""
     rng = np.random.default_rng(0)
     values_K = package.values()
     values_K = values_K + (0.2 * values_K.std() * rng.standard_normal(len(values_K))).astype(np.float32)
@@ -69,7 +69,7 @@ def answers(package: Package, folder: Path, context: int) -> tuple[list[str], li
     export_gguf(package, values_K, folder, kind="f32")
     parts = chat_parts(package.file("chat_template.jinja").decode(), {"bos_token": tokenizer.bos or ""})
     assert parts is not None
-    assert parts.go() in (folder / MODELFILE).read_text()  # what Ollama sends is what was asked here
+    assert parts.go() in (folder / MODELFILE).read_text()  # Ollama renders the same prompts
     for asked in QUESTIONS:
         own_prompt = tokenizer.template.render([("user", asked)], add_generation_prompt=True)
         assert parts.render([("user", asked)]) == own_prompt

@@ -1,4 +1,4 @@
-"""Choice of the next token: the most likely one, or one of the likely ones with its probability."""
+"""Tests of the choice of the next token: the most likely one, or a random one by probability."""
 
 from typing import Any
 
@@ -47,8 +47,9 @@ def test_what_was_just_written_is_less_likely() -> None:
 
     assert chosen([-1.0, 2.0, 1.5, -1.5]) == 1
     assert chosen([-1.0, 2.0, 1.5, -1.5], 1) == 2
-    assert chosen([-1.0, 2.0, 1.5, -1.5], 1, 2, 2) == 1  # each once: 1 and 0.75 are left
-    assert chosen([-1.0, 2.0, 1.5, -1.5], 1, *[0] * 64) == 1  # too long ago
+    # Each token is penalized once, which leaves the logits 1 and 0.75.
+    assert chosen([-1.0, 2.0, 1.5, -1.5], 1, 2, 2) == 1
+    assert chosen([-1.0, 2.0, 1.5, -1.5], 1, *[0] * 64) == 1  # token 1 was written too long ago
     assert chosen([-1.0, -1.5, -9.0, -9.0], 0) == 1
 
 

@@ -1,6 +1,6 @@
-"""The torch engine in the conformance suite: every family, a scheme each, every device of this machine.
+"""The torch engine in the conformance suite: every family with one scheme, on every device of this machine.
 
-Rows of the tiny models are no whole number of NF4's blocks. One model here is wider, for bitsandbytes.
+The tiny models' rows are not multiples of NF4's block size. One model is wider, for bitsandbytes.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from tests.unit.engines.tiny import CONFIGS, Tiny, tiny_package
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
-# A package of scheme `source` needs a GGUF file: tests/unit/models has them.
+# Scheme `SOURCE` needs a GGUF file. Its tests are in tests/unit/models.
 CODED = [scheme for scheme in Scheme if scheme is not Scheme.SOURCE]
 PACKAGES = list(zip(CONFIGS, itertools.cycle(CODED), strict=False))
 
@@ -60,7 +60,10 @@ def test_products_of_bitsandbytes_conform(device: str, dtype: str, tmp_path: Pat
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_conforms_in_parts(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call is cut: 14 tokens are less than two sequences or two variants. So is every matrix."""
+    """Every call runs in parts, because 14 tokens are less than two sequences or two variants.
+
+    Every matrix is decoded in parts, too.
+    """
     monkeypatch.setattr(coded_layers, "_TILE_WEIGHTS", 7 * 32)
     monkeypatch.setattr(coded_layers, "_PRODUCTS", 100)
     for scheme in (Scheme.INT4, Scheme.NF4):
@@ -85,6 +88,6 @@ def test_adapters_conform(device: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_package_in_bfloat16_conforms(device: str, tmp_path: Path) -> None:
-    """Embeddings, head and norms are stored in bf16 and computed with in float32."""
+    """Embeddings, head and norms are stored in bfloat16 and used in float32."""
     tiny = tiny_package(tmp_path, "gemma", dtype=torch.bfloat16)
     Conformance(engine=TorchEngine(tiny.package, device=device), tiny=tiny).check()

@@ -1,4 +1,4 @@
-"""The torch engine beyond the conformance suite: codes that stay codes, derivatives, devices."""
+"""Tests of the torch engine beyond the conformance suite: codes stay codes, derivatives, and devices."""
 
 import gc
 import threading
@@ -49,19 +49,19 @@ def test_a_model_holds_codes_and_no_floating_point_copy(scheme: Scheme, tmp_path
     engine.gradient(values_VK[0], batch)
     smallest = min(prod(info.shape) for info in package.manifest.tensors)
     new = [found for found in _tensors() if id(found) not in before]
-    assert len(new) > len(package.manifest.tensors)  # the search finds what the engine holds
+    assert len(new) > len(package.manifest.tensors)  # the search does find the engine's tensors
     assert not [found.shape for found in new if found.is_floating_point() and found.numel() >= smallest]
 
     held, k = engine.resident_bytes, package.k
     table = package.config["vocab_size"] * package.config["hidden_size"]
     dense = [package.quantized(info.name) for info in package.manifest.tensors]
     assert held["packed"] == sum(tensor.packed.nbytes for tensor in dense)
-    assert held["codes"] == table  # it is tied: once
+    assert held["codes"] == table  # the head is tied to the embedding, so the table is stored once
     assert held["scales"] == sum(tensor.scales.nbytes for tensor in dense) + 2 * table // 32
     assert held["decoded_C"] == held["column_C"] == held["row_C"] == held["order_C"] == 4 * k
     small = sum(held[name] for name in ("weight", "bias", "row_start_N1", "column_start_K1"))
     known = sum(held[name] for name in ("packed", "codes", "scales", "decoded_C")) + 12 * k + small
-    assert 0 <= sum(held.values()) - known < 1000  # frequencies of rotations
+    assert 0 <= sum(held.values()) - known < 1000  # the rest is the frequencies of the rotation
 
 
 def _tensors() -> list[torch.Tensor]:
@@ -70,7 +70,7 @@ def _tensors() -> list[torch.Tensor]:
 
 
 def test_a_gradient_keeps_inputs_of_layers_alone(tmp_path: Path) -> None:
-    """A decoder layer runs twice in a gradient, once in a loss."""
+    """A decoder layer runs twice for a gradient, and once for a loss."""
     engine = TorchEngine(tiny_package(tmp_path, "llama").package)
     calls: list[bool] = []
     layer = engine._model.module.model.layers[0].layer
@@ -93,7 +93,7 @@ def test_all_variants_and_rows_are_one_pass(llama: Tiny) -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_derivatives_agree_with_reverse_mode_in_float64(family: str, tmp_path: Path) -> None:
-    """Against transformers in float64 differentiated by torch."""
+    """The reference is transformers in float64, differentiated by torch."""
     tiny = tiny_package(tmp_path, family)
     engine = TorchEngine(tiny.package)
     batch, values_K = tiny_batch(lengths=(12, 12)), tiny.package.values()
@@ -104,7 +104,7 @@ def test_derivatives_agree_with_reverse_mode_in_float64(family: str, tmp_path: P
 
 
 def test_bfloat16_differences_follow_float32_ones(llama: Tiny) -> None:
-    """An estimator needs the difference of two perturbed losses, not the loss."""
+    """Estimators use the difference of two perturbed losses, so that difference must be precise."""
     batch, base_K = tiny_batch(lengths=(30,) * 8), llama.package.values()
     z_QK = np.random.default_rng(0).choice(np.array([-1, 1], np.float32), (8, len(base_K)))
     shift_QK = 0.5 / np.sqrt(len(base_K)) * z_QK
@@ -128,7 +128,7 @@ def test_a_long_text_ends_at_the_models_last_position(llama: Tiny) -> None:
 def test_text_streams_while_losses_are_computed(
     llama: Tiny, make: Callable[[Package], TorchEngine | LightEngine]
 ) -> None:
-    """Values that a text fixed once are back after another call has set its own."""
+    """After another call, the engine restores the values of the text."""
     engine = make(llama.package)
     values_VK = variants(llama.package, 2)
     quiet = list(engine.generate(values_VK[0], np.array([1, 2, 3]), TokenSampling(max_new_tokens=8)))

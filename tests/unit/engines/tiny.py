@@ -1,8 +1,7 @@
-"""Tiny random models of each family, as packages and as what they must compute: dense weights with the
-values set.
+"""Tiny random models of each family, as packages and as reference models.
 
-The reference is unmodified transformers in float32 with `permille.quantization.dequantize` and the overlay
-written into the weights: another path than the engine's in everything but the formulas.
+The reference is unmodified transformers in float32. `permille.quantization.dequantize` gives its weights, and
+the sparse values are written into them. So it shares only the formulas with the engines, not their code.
 """
 
 import tracemalloc
@@ -34,9 +33,9 @@ POSITIONS = 64
 _SHARED = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCABULARY}
 _LLAMA = {"intermediate_size": 44, "num_key_value_heads": 2}
 
-# What is special in each: grouped heads, windows, biases, norms of q and k, scaled embeddings, soft caps,
-# parallel blocks, stacked matrices, learned positions and a projected embedding. 44 columns make short tail
-# groups and blocks across rows.
+# The families differ in grouped heads, windows, biases, norms of q and k, scaled embeddings, soft caps,
+# parallel blocks, stacked matrices, learned positions and projected embeddings. 44 columns give short last
+# groups, and blocks that cross rows.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA | {"tie_word_embeddings": True, "attention_bias": True},
     "mistral": _LLAMA | {"sliding_window": 5},
@@ -82,20 +81,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiny:
-    """A package and the float32 model that it stands for."""
+    """A package and its float32 reference model."""
 
     package: Package
     reference: Any
 
 
 def difference(function: Callable[[float], NDArray[np.float64]], step: float = 1e-2) -> NDArray[np.float64]:
-    """Central difference of fourth order at 0."""
+    """Return the derivative at 0 by a central difference of fourth order."""
     near, far = (function(step) - function(-step), function(2 * step) - function(-2 * step))
     return (8 * near - far) / (12 * step)
 
 
 def tiny_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
-    """A random float32 model; norms and biases are not all ones and zeros, or a bug there would not show."""
+    """Return a random float32 model.
+
+    Its norms and biases are random too, so that tests notice errors in them.
+    """
     settings = _SHARED | CONFIGS[family] | {"max_position_embeddings": POSITIONS} | changes
     config = AutoConfig.for_model(family, **settings)
     torch.manual_seed(seed)
@@ -119,7 +121,7 @@ def write_package(
     adapter: ChosenAdapter | None = None,
     embeddings: Embeddings = Embeddings.Q8_0,
 ) -> Package:
-    """A package with a random mask of the scope, or an adapter, of the model as stored in `dtype`."""
+    """Return a package of `model` in `dtype`, with a random mask of the scope or with an adapter."""
     rng = np.random.default_rng(seed)
     config = clean_config(model.config.to_dict())
     state = {name: _raw(name, tensor.to(dtype)) for name, tensor in model.state_dict().items()}
@@ -150,14 +152,14 @@ def tiny_package(
     sizes: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Tiny:
-    """A package in `folder` and its reference with the package's own values."""
+    """Return a package in `folder`, and its reference with the package's own values."""
     model = tiny_model(family, num_hidden_layers=layers, **(sizes or {}))
     package = write_package(BlobFolder(folder), model, scheme, **options)
     return Tiny(package=package, reference=reference_model(package, model))
 
 
 def reference_model(package: Package, model: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """`model` in `dtype` with the package's tensors and values; changed in place."""
+    """Set the package's tensors and values in `model`, and return it in `dtype`."""
     model = model.to(dtype)
     for info in package.manifest.tensors:
         model.get_parameter(info.name).copy_(torch.from_numpy(dequantize(package.quantized(info.name))))
@@ -168,7 +170,7 @@ def reference_model(package: Package, model: Any, dtype: torch.dtype = torch.flo
 
 
 def set_values(package: Package, model: Any, values_K: NDArray[np.float32]) -> None:
-    """Write sparse values into the reference's weights, or add the product of an adapter to them."""
+    """Write sparse values into the reference's weights, or add the product of the adapter to them."""
     parts = np.split(values_K, np.cumsum(package.counts)[:-1])
     for info, part in zip(package.manifest.tensors, parts, strict=True):
         weight, adapter = model.get_parameter(info.name), package.manifest.adapter
@@ -185,7 +187,7 @@ def set_values(package: Package, model: Any, values_K: NDArray[np.float32]) -> N
 
 
 def adapter_matrices(package: Package, name: str, part: NDArray[np.float32]) -> tuple[NDArray[Any], ...]:
-    """A and B in float64, of one linear's part of the values."""
+    """Return the matrices A and B of one linear layer in float64. `part` is its part of the values."""
     frozen_RK, adapter = package.adapter_matrix(name), package.manifest.adapter
     assert adapter is not None
     trained = frozen_RK.size if adapter.kind is AdapterKind.LORA else 0
@@ -194,7 +196,7 @@ def adapter_matrices(package: Package, name: str, part: NDArray[np.float32]) -> 
 
 
 def reference_token_losses(model: Any, batch: Batch) -> torch.Tensor:
-    """Losses of the targets: each sequence alone, without padding, logits as transformers makes them."""
+    """Return the losses of the targets. Each sequence runs alone, without padding."""
     losses = []
     for ids, attention, target in zip(batch.input_ids_BT, batch.attention_BT, batch.target_BT, strict=True):
         length = int(attention.sum())
@@ -208,9 +210,10 @@ def reference_token_losses(model: Any, batch: Batch) -> torch.Tensor:
 def reference_gradient(
     package: Package, model: Any, batch: Batch, values_K: NDArray[np.float32] | None = None
 ) -> NDArray[Any]:
-    """Reverse mode, by the dense weights of the reference, read at the mask: [k] in the model's dtype.
+    """Return the reverse-mode gradient of the reference's mean loss, [k] in the model's dtype.
 
-    With an adapter, by the chain rule from those at `values_K`.
+    For a mask, it is the gradient of the dense weights at the masked indices. For an adapter, the chain rule
+    gives it from the dense gradients at `values_K`.
     """
     weights = [model.get_parameter(info.name).requires_grad_() for info in package.manifest.tensors]
     gradients = torch.autograd.grad(reference_token_losses(model, batch).mean(), weights)
@@ -237,7 +240,7 @@ def _adapter_gradients(
 
 
 def tiny_batch(*, lengths: tuple[int, ...] = (12, 7, 9)) -> Batch:
-    """Random tokens, right padded; about two thirds of them are targets."""
+    """Return right-padded random tokens. About two thirds of them are targets."""
     rng = np.random.default_rng(0)
     shape = (len(lengths), max(lengths))
     attention_BT = np.arange(shape[1]) < np.array(lengths)[:, None]
@@ -250,14 +253,14 @@ def tiny_batch(*, lengths: tuple[int, ...] = (12, 7, 9)) -> Batch:
 
 
 def rows_of(batch: Batch, rows: list[int]) -> Batch:
-    """Some sequences of a batch."""
+    """Return the sequences of a batch with the numbers `rows`."""
     names = ("input_ids_BT", "attention_BT", "target_BT")
     arrays = {name: getattr(batch, name)[rows] for name in names}
     return Batch(**arrays)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that Python and numpy held at once, beyond what they held before."""
+    """Return the peak memory of Python and numpy during `work`, without the memory allocated before."""
     tracemalloc.start()
     try:
         work()
@@ -267,7 +270,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def variants(package: Package, count: int, *, scale: float = 0.02, seed: int = 1) -> NDArray[np.float32]:
-    """The package's values and `count - 1` perturbed ones."""
+    """Return the package's values and `count - 1` perturbed copies."""
     base_K = package.values()
     noise_VK = np.random.default_rng(seed).standard_normal((count, len(base_K))).astype(np.float32)
     noise_VK[0] = 0
@@ -275,7 +278,7 @@ def variants(package: Package, count: int, *, scale: float = 0.02, seed: int = 1
 
 
 def split_variants(package: Package) -> NDArray[np.float32]:
-    """FedSPZO's sixteen: each of four lower blocks with four upper ones of its own."""
+    """Return FedSPZO's 16 variants: four lower blocks, each with four upper blocks of its own."""
     rng = np.random.default_rng(5)
     lower = sum(package.counts[: len(package.counts) // 2])
     values_VK = np.repeat(package.values()[None], 16, axis=0)

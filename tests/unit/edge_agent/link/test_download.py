@@ -1,4 +1,4 @@
-"""Tests of downloads: after any fault, the blob is either absent or correct, and no byte is fetched twice."""
+"""Tests of downloads: after any fault, the blob is absent or correct, and a cut download continues."""
 
 import errno
 import os

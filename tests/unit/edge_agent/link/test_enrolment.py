@@ -35,7 +35,7 @@ def test_enrolment_is_kept_without_secrets_and_pins_the_root(
 def test_the_same_key_enrols_again_as_the_same_device(
     home: Home, service: DeviceService, enrolment: Enrolment
 ) -> None:
-    # the request is repeated if its answer is lost
+    # The request is repeated if its answer is lost.
     service.faults = [Fault(path="enrolments", status=503, times=2)]
     again = enroll(home, service.url, service.invitation, connection=fast_connection)
     assert again == enrolment

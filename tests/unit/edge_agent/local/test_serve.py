@@ -339,7 +339,7 @@ def test_another_method_is_refused_in_json(server: LocalServer) -> None:
 
 
 def test_a_malformed_address_is_answered(server: LocalServer) -> None:
-    # without this header, the client would parse the malformed address itself
+    # Without this header, the client would parse the malformed address itself.
     own = {"Host": f"127.0.0.1:{server.port}"}
     status, answer, _ = _ask(server, "GET", "http://[/v1/models", headers=own)
     assert status == 400 and b"is not a valid path" in answer

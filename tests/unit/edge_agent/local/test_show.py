@@ -87,7 +87,7 @@ def test_general_loss_stands_above_the_gain_and_questions_are_answered_before_an
 
 
 def test_a_run_that_kept_the_base_says_so(home: Home, tmp_path: Path) -> None:
-    # after so many decisions, no gain is certain enough
+    # After so many decisions, no gain is certain enough.
     write_record(home.decisions, DecisionCount(decisions=10**9))
     train_quickly(home, [_text(tmp_path / "notes")])
 
