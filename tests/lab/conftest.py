@@ -1,4 +1,4 @@
-"""A small sweep on the example model."""
+"""Fixture of a small sweep on the example model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every verdict can go each way, and nothing is decided from nothing."""
+"""Tests of the verdicts on claims: each can hold or fail, and missing data leaves it undecided."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,12 +16,12 @@ from permille_lab.evidence.paper_claims import CLAIMS, Relation
 ITEMS = 400
 SEEDS = (0, 1, 2, 3, 4)
 LUCK = np.random.default_rng(0)
-# What an item is worth to every method: easy items are easy for all.
+# Difficulty of each item, the same for all methods, in spite of the name.
 EASE = LUCK.random(ITEMS)
 
 
 def records(method: str, share: float, seeds: Sequence[int] = SEEDS, **changed: Any) -> list[Record]:
-    """One record a seed: right where an item is easier than `share`, with a hundredth of luck."""
+    """Return one record per seed. Items with a difficulty below `share` are right, up to noise of 0.01."""
     found: list[Record] = []
     for seed in seeds:
         rng = np.random.default_rng([seed, len(method), sum(map(ord, method))])
@@ -123,7 +123,10 @@ def test_equality_needs_five_seeds(key: str) -> None:
 
 @pytest.mark.parametrize("key", PAIRS)
 def test_a_task_with_too_few_seeds_takes_no_verdict_from_the_others(key: str) -> None:
-    """It has a row of its own, which does not count where three seeds decide nothing; two seeds have none."""
+    """The task has its own row with three seeds, and none with two.
+
+    The row does not count for claims that three seeds cannot decide.
+    """
     of_five = PAIRS[key](0.7, 0.7 if key == "c4-task" else 0.6)
     of_two = [dict(record) | {"task": "boolq"} for record in of_five if record["seed"] < 2]
     references = [dict(record) | {"task": "boolq"} for record in REFERENCES]
@@ -140,7 +143,7 @@ def test_a_task_with_too_few_seeds_takes_no_verdict_from_the_others(key: str) ->
     if not better:
         assert (rows[1].verdict, rows[1].p_value) == (Verdict.UNDECIDED, None)
         assert rows[1].reason == "needs 5 seeds that all its tasks have, has 3"
-        # Alone it is what the claim waits for.
+        # Without other tasks, the row counts.
         (alone,) = (r for r in verdicts([*references, *of_three]) if r.claim.key == key)
         assert alone.counts
 
@@ -172,7 +175,7 @@ def test_methods_that_learned_nothing_are_no_equals(key: str) -> None:
 
 
 def test_noise_is_no_advantage_and_no_equality() -> None:
-    """Differences as large as the margin, either way: neither is shown."""
+    """Random differences of about the margin prove neither an advantage nor equality."""
     rng = np.random.default_rng(1)
 
     def noisy(method: str) -> list[Record]:
@@ -187,7 +190,7 @@ def test_noise_is_no_advantage_and_no_equality() -> None:
         assert row.verdict is Verdict.UNDECIDED, key
         assert row.reason.endswith("more items or seeds")
         assert row.found is not None and row.interval is not None
-        # Where the effect lies decides what it seems to be, and its distance from the border what is missing.
+        # The effect decides what seems to hold. Its distance from the margin says how much data is missing.
         inside = row.found.effect > 0 if key == "sensitive-random" else abs(row.found.effect) < 0.01
         assert row.reason.startswith("seems to hold" if inside else "seems to fail")
         if key == "c4-task":
@@ -197,7 +200,10 @@ def test_noise_is_no_advantage_and_no_equality() -> None:
 
 
 def test_a_seed_that_is_luck_widens_the_interval() -> None:
-    """400 items agree, but only because one seed of three is far above: not better."""
+    """Over 400 items, the first method is better.
+
+    But only one seed of three is far above, so it is not proved.
+    """
     lucky = [*records("zo:sensitive-c4", 0.6, (0, 1)), *records("zo:sensitive-c4", 0.99, (2,))]
     row = row_of("sensitive-random", [*lucky, *records("zo:random", 0.6, (0, 1, 2))])
     assert row.found is not None and row.found.effect > 0.1
@@ -225,7 +231,7 @@ def test_language_modelling_has_rows_of_its_own_and_needs_no_first_order_referen
 
 
 def test_tasks_are_judged_on_16_bits_where_these_are_there() -> None:
-    """Over 4 bits nothing is learned, over 16 bits much; the records of 4 bits come first."""
+    """With 4 bits nothing is learned, with 16 bits much is. The records of 4 bits come first."""
     four_bit = [*records("zero-shot", 0.5, (0,), **FOUR_BIT), *records("fo:lora-8", 0.5, **FOUR_BIT)]
     assert counted_tasks(four_bit, "m") == {"sst2": False}
     assert counted_tasks([*four_bit, *REFERENCES], "m") == {"sst2": True}
@@ -281,7 +287,7 @@ def found_contrast(effect: float, error: float) -> Contrast:
 
 
 def judged_rows(monkeypatch: pytest.MonkeyPatch, key: str, found: Sequence[tuple[float, float]]) -> list[Row]:
-    """The claim's rows, one a model, with these effects and errors."""
+    """Return the claim's rows, one per model, with these effects and standard errors."""
     pairs = [
         record | {"model": str(n)} for n in range(len(found)) for record in map(dict, PAIRS[key](0.7, 0.6))
     ]
@@ -295,13 +301,16 @@ def judged_rows(monkeypatch: pytest.MonkeyPatch, key: str, found: Sequence[tuple
 def test_what_is_surely_better_by_less_than_the_margin_does_not_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One row is above 0 and below the margin by its interval; others of the claim make it miss 5%."""
+    """One row's interval lies between 0 and the margin.
+
+    Because of the claim's other rows, its adjusted p-value is above 5%.
+    """
     rows = judged_rows(monkeypatch, "sensitive-random", [(0.005, 0.0024)] + 3 * [(0.0, 0.05)])
     assert rows[0].interval is not None and 0 < rows[0].interval[0] < rows[0].interval[1] < rows[0].margin
     assert rows[0].p_value is not None and rows[0].p_value > 0.05
     assert rows[0].verdict is Verdict.UNDECIDED
     (alone,) = judged_rows(monkeypatch, "sensitive-random", [(0.003, 0.002)])
-    assert alone.verdict is Verdict.FAILS  # not above 0, and the margin is excluded
+    assert alone.verdict is Verdict.FAILS  # the interval includes 0 and excludes the margin
 
 
 @pytest.mark.parametrize(
@@ -310,7 +319,7 @@ def test_what_is_surely_better_by_less_than_the_margin_does_not_fail(
 def test_failing_is_adjusted_for_all_rows_as_well(
     key: str, effect: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Luck that fails one row alone fails none of ten."""
+    """An effect that refutes a single row does not refute one of ten rows."""
     (alone,) = judged_rows(monkeypatch, key, [(effect, 0.01)])
     assert alone.verdict is Verdict.FAILS
     rows = judged_rows(monkeypatch, key, [(effect, 0.01), *(9 * [(0.0, 0.05)])])
@@ -328,13 +337,13 @@ def test_what_is_behind_by_less_than_the_margin_fails_nothing(
 
 
 def test_a_side_of_two_is_not_refuted_at_five_percent_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1.8 errors beyond the margin: 3.6% on that side, 7.3% on either."""
+    """The effect is 1.8 standard errors beyond the margin: p is 3.6% one-sided and 7.3% two-sided."""
     (row,) = judged_rows(monkeypatch, "c4-task", [(0.028, 0.01)])
     assert row.verdict is Verdict.UNDECIDED
 
 
 def test_the_number_of_queries_is_said_beforehand() -> None:
-    """Another number that does better decides nothing."""
+    """A better result with another number of queries decides nothing."""
     lucky = records("zo:sensitive-c4", 0.95, stage="queries", queries=16)
     several = records("zo:sensitive-c4", 0.6, stage="queries", queries=4)
     single = records("zo:sensitive-c4", 0.6, stage="queries", queries=1)
@@ -344,11 +353,11 @@ def test_the_number_of_queries_is_said_beforehand() -> None:
 
 
 def test_items_of_one_passage_are_one() -> None:
-    """A hundred passages of four items count as a hundred items; twenty passages decide nothing."""
+    """A hundred passages of four items count as a hundred items. Twenty passages decide nothing."""
     alone = PAIRS["sensitive-random"](0.7, 0.6)
 
     def on_passages(number: int) -> list[Record]:
-        """Items that are as easy as each other stand on one passage."""
+        """Return the records with `number` passages. Items of similar difficulty share a passage."""
         place_I = np.argsort(np.argsort(EASE)) * number // ITEMS
         return [
             record | {"groups": [f"passage {place}" for place in place_I.tolist()]}
@@ -369,7 +378,7 @@ def test_items_of_one_passage_are_one() -> None:
 
 @pytest.mark.parametrize("key", PAIRS)
 def test_records_of_two_floating_bases_are_not_mixed(key: str) -> None:
-    """The other base says the contrary and has fewer seeds: it stays out."""
+    """The records of the other base contradict the claim and have fewer seeds, so they are left out."""
     found = PAIRS[key](0.7, 0.7 if key == "c4-task" else 0.6)
     contrary = [
         record | {"base": "float32"}
@@ -392,7 +401,7 @@ def test_stages_that_show_where_a_claim_turns_do_not_decide_it() -> None:
 
 
 def test_a_contrast_counts_the_spread_of_items_and_of_seeds() -> None:
-    """Against numpy on a matrix written by hand: d = [[1, 0], [0, 0], [1, 1]]."""
+    """Compare with numpy on differences written by hand, items by seeds: d = [[1, 0], [0, 0], [1, 1]]."""
 
     def record(method: str, seed: int, correct: str) -> Record:
         return {"method": method, "task": "t", "seed": seed, "items": ["a", "b", "c"], "correct": correct}
@@ -413,7 +422,7 @@ def test_a_contrast_counts_the_spread_of_items_and_of_seeds() -> None:
 
 
 def test_tasks_share_the_luck_of_a_seed() -> None:
-    """A seed's effect on both tasks is not halved because there are two."""
+    """A seed's effect that both tasks share is not averaged out."""
 
     def differing(task: str, luck: Sequence[float]) -> tuple[list[Record], list[Record]]:
         first = [dict(r, task=task) for r in records("zo:sensitive-c4", 0.7)]

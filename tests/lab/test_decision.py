@@ -1,4 +1,4 @@
-"""The simulation of decisions: its draws are what they are called, and the rules differ where they must."""
+"""Tests of the simulated decisions: the distributions of the draws, and differences between the rules."""
 
 from pathlib import Path
 

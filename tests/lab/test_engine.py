@@ -1,4 +1,4 @@
-"""The engine benchmarks measure what they say, and a kill loses no cell."""
+"""Tests of the engine benchmarks: their results, and restarts after a kill."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""The dense layer of an NF4 package in unmodified transformers with bitsandbytes, against our engine."""
+"""Tests of an NF4 package in unmodified transformers with bitsandbytes, against the torch engine."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.unit.engines.tiny import CONFIGS, reference_token_losses, tiny_batch,
 
 
 def with_overlay(package: Package, folder: Path, values_K: NDArray[np.float32]) -> Any:
-    """The linked model, each 4-bit layer replaced by what bitsandbytes decodes it to with the values set."""
+    """Return the linked model with dense layers: bitsandbytes' decoded weights, with the values set."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     start = 0
     for info in package.manifest.tensors:

@@ -1,4 +1,4 @@
-"""The measurement of the torch engine on a device, with tiny shapes on a CPU."""
+"""Tests of the torch engine's measurement on a device, with tiny shapes on a CPU."""
 
 from dataclasses import replace
 from functools import partial

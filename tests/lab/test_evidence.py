@@ -1,4 +1,4 @@
-"""The sweeps of the evidence, the finished part, and the pages that are made of all results."""
+"""Tests of the evidence: its sweeps, the finished part, and the pages made of all results."""
 
 import argparse
 import json
@@ -57,7 +57,7 @@ def test_every_planned_sweep_can_be_run_and_has_a_name_of_its_own(materials: Mat
         assert sweep.density == unit.choices["density"]
         assert [method.name for method in sweep.methods] == unit.choices["methods"]
         assert not (unit.task == "text" and unit.stage in ("queries", "schemes"))
-    # Constant work: queries times rows.
+    # Queries times rows is constant.
     assert {u.choices["queries"] * u.choices["batch_size"] for u in units if u.stage == "queries"} == {16}
     size = size_for(EXAMPLE_MODEL)
     (longer, *_) = [unit for unit in units if unit.stage == "longer"]
@@ -76,7 +76,8 @@ def test_other_tasks_have_their_references_alone(materials: Materials) -> None:
     units = planned(Materials(models=materials.models, tasks=tasks, corpus=materials.corpus))
     assert [unit.name.rpartition("-")[2] for unit in units if unit.task == "copa"] == ["references"]
     assert [unit.name.rpartition("-")[2] for unit in units if unit.task == "rte"] == ["references", "pairs"]
-    assert {unit.choices["sizes"][2] for unit in units if unit.task == "rte"} == {300}  # it has passages
+    # The size for tasks with passages.
+    assert {unit.choices["sizes"][2] for unit in units if unit.task == "rte"} == {300}
 
 
 def test_a_run_is_taken_up_and_read_again(materials: Materials, tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_materials_that_are_none_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_committed_evidence_says_what_the_page_says() -> None:
-    """Numbers that the words of the pages name, from the cells themselves."""
+    """The committed cells give the numbers that the pages' text contains."""
     found = page.tables(RESULTS)
     assert "| Sensitive weights train better than as many random ones" in found["claims"]
     assert "**holds** +0.353" in found["claims"] and "**fails** -0.339" in found["claims"]
@@ -131,6 +132,6 @@ def test_the_committed_evidence_says_what_the_page_says() -> None:
 
 
 def test_the_pages_are_those_that_the_results_make() -> None:
-    """`make results` was run after the last change of results, templates or tables."""
+    """This fails unless `make results` has run after the last change of results, templates or tables."""
     for path, text in pages.written(RESULTS).items():
         assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run `make results`"

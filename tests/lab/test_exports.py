@@ -1,4 +1,4 @@
-"""The measurement of exports: its arithmetic, its table, and all of it on a tiny package in llama.cpp."""
+"""Tests of the measurement of exports: arithmetic, table, and a whole run on a tiny package in llama.cpp."""
 
 from pathlib import Path
 

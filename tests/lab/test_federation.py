@@ -1,4 +1,4 @@
-"""Federations in one process: a method is a definition whose rounds replay; traffic is counted."""
+"""Tests of federations in one process: methods are definitions, rounds replay, and traffic is counted."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -20,7 +20,7 @@ def doubled(value: int) -> int:
 
 def test_docstrings_and_comments_are_no_statements() -> None:
     code = sources([_SOURCE])
-    assert code.statements == 3  # the assignment, the function, its return
+    assert code.statements == 3  # the assignment, the function and its return
     assert code.code_lines == 3
     assert code.comments == 2
     assert code.wh_percent == 50

@@ -1,4 +1,4 @@
-"""Runs of the agent and of what it is compared with: a tiny random model, made-up text, a few steps."""
+"""Tests of runs of the agent and of other methods, on a tiny random model and made-up text."""
 
 import math
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_every_method_begins_at_its_base_and_ends_lower(method: str, run: TextRu
     assert [point["step"] for point in points] == list(range(7))
     assert final_loss(contender, run, model, rate, steps=6) == points[-1]["loss"]
     assert final_loss(contender, run, model, math.inf, steps=6) == math.inf
-    if method != "MeZO":  # whose base is not the package's, but the full-precision model
+    if method != "MeZO":  # MeZO's base is the full-precision model, not that of the package
         assert points[0]["loss"] == pytest.approx(run.loss(), abs=1e-3)
         assert points[-1]["loss"] < points[0]["loss"]
 
@@ -134,7 +134,7 @@ def test_contenders_are_compared_in_the_runs_that_both_have(tmp_path: Path) -> N
         points = [{"loss": 5.0, "seconds": 0.0}, {"loss": last, "seconds": seconds}]
         settings = {**common, "text": text, "seed": 0, "estimator": estimator, "queries": queries}
         cells.keep("estimators", settings, {"points": points})
-    # One-sided differences have fallen by 1 after 10 of their 20 seconds; of text b there is no baseline.
+    # `one_sided` falls by 1, as `spsa` does in all, after 10 of its 20 seconds. Text b has no baseline.
     rows = [line.split("|") for line in estimator_tables(tmp_path)["paired"].splitlines()]
     (row,) = [row for row in rows if "one_sided" in row[1]]
     assert [cell.strip() for cell in row[2:4]] == ["1", "+0.000"]

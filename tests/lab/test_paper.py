@@ -1,4 +1,4 @@
-"""The paper's table: which cells it plans, and that it tells which are missing."""
+"""Tests of the paper's table: the planned cells and the missing ones."""
 
 from pathlib import Path
 
@@ -28,4 +28,5 @@ def test_a_cell_that_did_not_run_is_named(tmp_path: Path) -> None:
     found = tables(tmp_path)
     assert found["lacking"] == "63 of the table's 63 entries"
     (row,) = (line.split("|") for line in found["accuracies"].splitlines() if line.startswith("| zo:full"))
-    assert [cell.strip() for cell in row[2:-1]] == ["0 of 3 seeds"] * 3 + [""] * 3  # 4 bits do not move
+    # No cells with all weights on 4-bit bases.
+    assert [cell.strip() for cell in row[2:-1]] == ["0 of 3 seeds"] * 3 + [""] * 3

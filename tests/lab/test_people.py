@@ -1,4 +1,4 @@
-"""People under four states: how a text is divided, what is trained, and which gains are more than luck."""
+"""Tests of people under four states: division of their text, training, and significant gains."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ def study(tmp_path: Path) -> Study:
 
 
 def people(count: int, *, documents: int = 60) -> list[User]:
-    """Each ends every sentence in a way of their own."""
+    """Return people, each with one of four endings for every sentence."""
     found = []
     for number in range(count):
         common = sentences(documents, seed=number)
@@ -62,16 +62,16 @@ def test_who_wrote_too_little_is_left_out(study: Study) -> None:
 
 def test_the_pool_is_as_long_and_holds_nothing_held_out(study: Study) -> None:
     users = people(4)
-    # A stranger who says what the person's test part says must not teach it.
+    # The pool must leave out a stranger's text if the person's held-out text contains it.
     thief = User(name="thief", documents=users[0].documents)
     person = study.person(users[0])
     pool = study.pooled(person, [*users, thief])
     assert targets(pool.train) == targets(person.train)
-    # What selects is the person's own, or the choice of a step size would pass for a gain.
+    # The person's own text selects the state. Otherwise, the choice of a step size would look like a gain.
     assert pool.select == person.select
     held_out = {tuple(document.ids_T.tolist()) for document in (*person.test, *person.select)}
     assert not held_out & {tuple(document.ids_T.tolist()) for document in pool.train}
-    assert pool.train[-1].target_T[-1]  # nothing stands after what counts
+    assert pool.train[-1].target_T[-1]  # no token follows the last target
     with pytest.raises(InputError, match="other people's text"):
         study.pooled(person, [users[0]])
 
@@ -95,7 +95,7 @@ def test_a_person_is_measured_under_four_states(study: Study, tmp_path: Path) ->
 
 
 def outcomes(count: int = 12, *, personal: float = 0.1, group: str = "g") -> pd.DataFrame:
-    """Text that the domain helps with by 1 nat, and the own text by `personal` more."""
+    """Return losses that the domain's text lowers by 1 nat, and the own text by `personal` more."""
     base = 5 + RNG.normal(size=count)
     falls = {"own": 1 + personal, "pooled": 1.0, "forward-only": 0.3}
     columns = {state: base - fall + 0.02 * RNG.normal(size=count) for state, fall in falls.items()}
@@ -108,14 +108,14 @@ def test_a_personal_gain_is_own_against_pooled_and_not_own_against_base() -> Non
     assert tests["own against pooled"].gain == pytest.approx(0.1, abs=0.03)
     assert tests["own against pooled"].p_value < 0.01
     assert tests["own against base"].gain == pytest.approx(1.1, abs=0.03)
-    # Where only the domain was learned, the base is beaten all the same.
+    # If only the domain is learned, the own state still beats the base.
     only_domain = {test.name: test for _, test in personal_tests(outcomes(personal=0.0))}
     assert only_domain["own against base"].p_value < 0.01
     assert only_domain["own against pooled"].p_value > 0.05
 
 
 def test_few_people_are_not_tested_and_all_comparisons_are_corrected_together() -> None:
-    """Five could not be significant, whatever they are, and would take from the others' p."""
+    """Five people could not reach significance, but would raise the corrected p-values of the others."""
     many = outcomes(6)
     alone = personal_tests(many)
     assert personal_tests(pd.concat([outcomes(5, group="few"), many])) == alone

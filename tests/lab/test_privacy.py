@@ -1,4 +1,4 @@
-"""The attack on published rounds: sure without noise, bounded with it, and its page."""
+"""Tests of the attack on published rounds: certain without noise, bounded with noise, and its page."""
 
 from pathlib import Path
 

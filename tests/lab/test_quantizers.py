@@ -1,4 +1,4 @@
-"""The quantizer table: what is measured of a base, and what its rows say."""
+"""Tests of the quantizer table: the measurements of a base, and the table's rows."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The benchmark of claims still fits the tables that it fills by hand."""
+"""Test that the benchmark of claims fits the current tables, which it fills by hand."""
 
 import argparse
 import re

@@ -1,4 +1,4 @@
-"""The reference engine in the conformance suite, so that what others are compared with is right itself."""
+"""The reference engine in the conformance suite. It must be correct, because others are compared with it."""
 
 from pathlib import Path
 

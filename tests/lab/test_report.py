@@ -1,4 +1,4 @@
-"""Conclusions of a report from records: the tasks that count, and means over seeds."""
+"""Tests of a report's conclusions from records: the tasks that count, and means over seeds."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_notes_of_a_method_are_told_by_task() -> None:
 
 
 def test_a_method_that_lacks_a_cell_has_no_rank() -> None:
-    """It could not be measured; whatever else it is compared by would be luck."""
+    """A rank over fewer cells would depend on which ones are missing."""
 
     def line(method: str, task: str, loss: float, seed: int = 0) -> dict[str, Any]:
         cell = {"model": "m", "base": "bf16", "task": task, "loss": loss, "on_edge": False, "cut_examples": 0}
@@ -104,7 +104,7 @@ def test_seeds_are_averaged_item_by_item() -> None:
     assert one_N.tolist() == [1.0, 0.5, 0.0]
     assert other_N.tolist() == [0.0, 1.0, 1.0]
     assert len(set(cluster_N.tolist())) == 3
-    # One record that names the passages is enough, whichever it is.
+    # The passages of one record are enough, regardless of which record has them.
     named = outcome("b", "011") | {"groups": ["p", "p", "q"]}
     assert paired(first, [named])[2].tolist() == ["p", "p", "q"]
     assert paired([first[0], first[1] | {"groups": ["p", "p", "q"]}], [outcome("b", "011")])[2].tolist() == [

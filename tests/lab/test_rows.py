@@ -1,4 +1,4 @@
-"""Reading task files: each release's form, the labels' meaning, and what is no row of the task."""
+"""Tests of reading task files: forms of the releases, meanings of labels, and rows that are refused."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ ROWS: dict[Task, dict[str, Any]] = {
     Task.WNLI: {"sentence1": "Ann told Eve that she won.", "sentence2": "Eve won.", "label": 0},
     Task.CHOICE: {"prompt": "It is", "candidates": [" warm", " cold"], "label": 1},
 }
-# Prompt, and the candidate that the label names.
+# Prompt and labelled candidate of each row above.
 WORDED = {
     Task.RTE: ('A cat sat.\nDoes this mean that "A cat slept." is true? Yes or No?\n', "No"),
     Task.BOOLQ: ("Tea is a drink. is tea a drink?\n", "Yes"),

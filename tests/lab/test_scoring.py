@@ -1,4 +1,4 @@
-"""Scores of candidates, against losses worked out by hand."""
+"""Tests of candidates' scores, against losses computed by hand."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from permille_lab.tasks.scoring import encode_example, mean_losses, score, train
 
 
 def encode(text: str) -> list[int]:
-    """A token a letter, but "Ye" is one."""
+    """Return one token per letter, except that "Ye" is one token."""
     ids: list[int] = []
     for letter in text:
         if ids and letter == "e" and ids[-1] == ord("Y"):
@@ -26,7 +26,7 @@ def made(prompt: str = "Q", candidates: tuple[str, ...] = ("Yes", "No"), label: 
 
 
 def by_id(batch: Batch) -> NDArray[np.float32]:
-    """A loss that depends on the target's id alone."""
+    """Return losses that depend only on the targets' ids."""
     return (batch.input_ids_BT[batch.target_BT] % 7).astype(np.float32)
 
 
@@ -81,7 +81,7 @@ def test_a_document_is_learned_whole_and_loses_its_end() -> None:
 
 
 def test_what_follows_a_prompt_keeps_a_quarter_of_the_row_of_it() -> None:
-    """A prompt of ten tokens and twenty that are learned, in rows of eight to thirty-two."""
+    """Encode ten prompt tokens and twenty targets in rows of 8 to 32 tokens."""
     text = document("b" * 20, "0123456789")
     for room, prompt, targets in (
         (32, "0123456789", 20),
@@ -137,7 +137,7 @@ def test_scores_are_means_over_the_candidates_own_tokens(tokens: int) -> None:
     got = score(by_id, items, max_batch_tokens=tokens)
     yes, no = (500 % 7 + 115 % 7) / 2, (78 % 7 + 111 % 7) / 2
     assert got.loss_N.tolist() == [yes, no, ord("x") % 7, no]
-    # Equal scores go to the first.
+    # Of equal scores, the first wins.
     assert got.correct_N.tolist() == [yes < no, no < yes, ord("x") % 7 <= (121 % 7 + 122 % 7) / 2, True]
     assert got.accuracy == np.mean(got.correct_N)
 

@@ -1,4 +1,4 @@
-"""The sparse models' comparison: what ways have in common, what a cell holds, what its rows say."""
+"""Tests of the comparison of sparse models: equal numbers of steps, contents of cells, and rows of tables."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_gains_of_people_are_paired(tmp_path: Path) -> None:
     result = {name: {"losses": rows} for name, rows in losses.items()}
     cells.keep("device people", {"model": "m"}, result)
     (row,) = tables(tmp_path)["people"].splitlines()[2:]
-    # gains 1.0 and 0.5, then 1.2 and 0.8: 0.2 and 0.3 more
+    # The gains are 1.0 and 0.5, then 1.2 and 0.8, so they grow by 0.2 and 0.3.
     assert "0.750" in row and "1.000" in row and "+0.250" in row
 
 

@@ -1,4 +1,4 @@
-"""Adapters of the paper: their change by the equations, merging, zeros."""
+"""Tests of the paper's adapters: changes according to its equations, merging, and zeros."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from tests.unit.pruning.test_recovery import ROWS_NT, logits, names, pruned_mode
 
 
 def recovered(kind: AdapterKind, *, masked: bool) -> Any:
-    """A model trained for 24 steps."""
+    """Return a pruned model after 24 steps of recovery."""
     model = pruned_model()
     trained = attach(model, dict.fromkeys(names(model), 3), kind, masked=masked, seed=1)
     recover(model, trained, ROWS_NT, RecoveryPlan(steps=24, rows=3, rate=0.02, seed=5))

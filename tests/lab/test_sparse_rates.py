@@ -1,4 +1,4 @@
-"""Rates by CKA against the formula in its slow form, and the programme against all rates of a grid."""
+"""Tests of rates by CKA against a slow formula, and of the linear programme against all rates on a grid."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from permille_lab.sparse.rates import cubic_rate, importance, layer_rates, linea
 
 
 def slow_cka(x_TD: NDArray[np.float32], y_TE: NDArray[np.float32]) -> float:
-    """HSIC of the tokens' Gram matrices, centred by H = 1 - 11'/T, element by element."""
+    """Return CKA from the tokens' Gram matrices, centred by H = 1 - 11'/T and summed element by element."""
     tokens = len(x_TD)
     h_TT = np.eye(tokens) - np.full((tokens, tokens), 1 / tokens)
     k_TT = h_TT @ (x_TD.astype(np.float64) @ x_TD.astype(np.float64).T) @ h_TT
@@ -25,7 +25,7 @@ def slow_cka(x_TD: NDArray[np.float32], y_TE: NDArray[np.float32]) -> float:
 
 def test_cka_is_the_normalised_hsic_of_centred_grams() -> None:
     rng = np.random.default_rng(0)
-    x_TD = rng.standard_normal((17, 5)).astype(np.float32) + 3  # means that centring must take away
+    x_TD = rng.standard_normal((17, 5)).astype(np.float32) + 3  # nonzero means, which centring must remove
     y_TE = (x_TD[:, :3] + 0.5 * rng.standard_normal((17, 3))).astype(np.float32)
     assert linear_cka(x_TD, y_TE) == pytest.approx(slow_cka(x_TD, y_TE), rel=1e-6)
     rotation_DD = np.linalg.qr(rng.standard_normal((5, 5)))[0].astype(np.float32)
@@ -62,7 +62,7 @@ def test_rates_are_the_best_of_all_on_a_grid(seed: int) -> None:
         if 0.3 - 1e-9 <= third <= 0.7 + 1e-9 and (trial_L >= pruned_L - 1e-9).all():
             best = max(best, float(worth_L @ (weights_L * (1 - trial_L))))
     assert kept >= best - 1e-9
-    assert kept <= best + 600 * 0.01  # the optimum is a corner, a grid's step from the best of the grid
+    assert kept <= best + 600 * 0.01  # the optimum is near the best point of the grid
 
 
 def test_no_spread_makes_rates_equal_and_unlike_layers_keep_more() -> None:

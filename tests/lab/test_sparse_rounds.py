@@ -1,4 +1,4 @@
-"""The rounds of pruning and fine-tuning on a tiny checkpoint: rates, zeros, reports, kills."""
+"""Tests of rounds of pruning and fine-tuning on a tiny checkpoint: rates, zeros, reports and kills."""
 
 import shutil
 from dataclasses import replace
@@ -24,7 +24,7 @@ PLAN = IterativePlan(rate=0.6, rounds=3, rank=2, longer=2, recovery=STEPS, sprea
 
 
 class KilledError(Exception):
-    """The error that a test's `progress` raises."""
+    """Error of a test's `progress` function."""
 
 
 @pytest.fixture(scope="module")

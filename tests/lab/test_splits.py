@@ -1,4 +1,4 @@
-"""Splits by seed: no group on two sides, sizes as asked, the same for the same seed."""
+"""Tests of splits by seed: groups stay together, sizes are as requested, and a seed repeats its split."""
 
 import pytest
 from hypothesis import given, reject
@@ -28,7 +28,7 @@ def test_no_group_stands_on_two_sides(groups: list[int], seed: int) -> None:
     try:
         splits = split(pool(groups), seed, sizes=(20, 10, 20))
     except InputError:
-        reject()  # a group or two hold nearly everything
+        reject()  # one or two groups hold nearly all examples
     train, validation, test = groups_of(splits)
     assert not (train & validation or train & test or validation & test)
     assert 0 < len(splits.test) <= 20
@@ -50,7 +50,7 @@ def test_a_small_pool_is_divided_in_proportion() -> None:
 
 
 def test_every_seed_has_the_same_test_items() -> None:
-    """So a step size that one seed chose was never chosen on another's test."""
+    """So no seed tunes step sizes on another seed's test items."""
     examples = pool(list(range(100)))
     tests = [{e.name for e in split(examples, seed, sizes=(40, 20, 40)).test} for seed in range(3)]
     assert tests[0] == tests[1] == tests[2]

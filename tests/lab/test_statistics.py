@@ -1,4 +1,4 @@
-"""Tests on paired items: what they find where the truth is known, and Holm's example by hand."""
+"""Tests of the statistics of paired items: known results, and Holm's example by hand."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,10 @@ from permille_lab.evaluate.statistics import (
 
 
 def paired(accuracy: float, change: float, items: int) -> tuple[np.ndarray, np.ndarray]:
-    """Outcomes of two methods that agree on all but two items in a hundred, whatever `change`."""
+    """Return outcomes of two methods.
+
+    Two percent of the items differ, and `change` more are wrong for the second.
+    """
     rng = np.random.default_rng(0)
     first_N = (rng.random(items) < accuracy).astype(float)
     second_N = first_N.copy()
@@ -33,11 +36,14 @@ def test_the_clustered_variance_of_values_alone_is_that_of_a_mean() -> None:
 
 
 def test_values_of_one_text_are_one_draw() -> None:
-    """Each value four times is no more evidence than once; by hand where groups differ in size."""
+    """Repeating each value four times in its text adds no evidence.
+
+    A case with groups of different means is computed by hand.
+    """
     value_N = np.array([1.0, 2.0, 4.0, 9.0])
     alone = clustered_variance(value_N, np.arange(4))
     assert clustered_variance(np.repeat(value_N, 4), np.repeat(np.arange(4), 4)) == pytest.approx(alone)
-    # Mean 2; sums of deviations -2 and +2 of 4 values: (4 + 4) * 2 / 1 / 16.
+    # The mean is 2. The groups' sums of deviations are -2 and 2, so (4 + 4) * 2 / 1 / 4^2 = 1.
     assert clustered_variance(np.array([1.0, 1.0, 2.0, 4.0]), np.array([5, 5, 6, 6])) == pytest.approx(
         (1.0, 1)
     )
@@ -62,7 +68,7 @@ def test_holm_steps_down() -> None:
         UserTest(name=str(p), users=9, gain=0, median=0, interval=(-1, 1), worsened=0, p_value=p)
         for p in (0.04, 0.01, 0.03, 0.005)
     ]
-    # Sorted 0.005 * 4, 0.01 * 3, 0.03 * 2, and 0.04 * 1 raised to the one before.
+    # 0.005 * 4, 0.01 * 3 and 0.03 * 2. The last, 0.04 * 1, is raised to the previous value.
     assert [test.p_value for test in holm(tests)] == pytest.approx([0.06, 0.03, 0.06, 0.02])
 
 
@@ -75,7 +81,7 @@ def test_beating_a_margin_needs_more_than_the_margin() -> None:
     assert beats_by(first_N, second_N, 0.1, each_N)[1] > 0.5
     assert beats_by(np.ones(2), np.zeros(2), 0.05, each_N[:2])[1] > 0.2
     assert beats_by(np.ones(20), np.zeros(20), 0.05, each_N[:20])[1] < 0.01
-    # Twenty items of two texts are two.
+    # Twenty items of two texts count as two.
     assert beats_by(np.ones(20), np.zeros(20), 0.05, each_N[:20] % 2)[1] > 0.2
 
 

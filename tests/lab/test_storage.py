@@ -1,4 +1,4 @@
-"""Bases that text calibrates, and the bytes of every base's stored form."""
+"""Tests of bases calibrated on text, and of the stored size of every base."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ SHAPES = [(64, 48), (33, 200)]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A saved model of one layer, with sides that are no multiples of 32."""
+    """Save a model of one layer, with sizes that are not multiples of 32."""
     model = tiny_model("llama", num_hidden_layers=1, intermediate_size=44)
     model.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
@@ -53,7 +53,7 @@ def test_masked_weights_stay_at_bf16_over_a_calibrated_base(folder: Path) -> Non
     rest = np.setdiff1d(np.arange(found.size), mask[name])
     np.testing.assert_array_equal(found[rest], decoded[name].reshape(-1)[rest])
     assert torch.equal(model.get_input_embeddings().weight, own.get_input_embeddings().weight)
-    # A second model is not touched by what the first one's mask put over the codes.
+    # The first model's mask must not change a second model.
     again = storage.stored(folder, Base.AUTO_ROUND_INT4, None, decoded)
     np.testing.assert_array_equal(again.get_parameter(name).detach().numpy(), decoded[name])
 

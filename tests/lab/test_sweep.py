@@ -1,4 +1,4 @@
-"""A whole sweep on the example model: its tasks, its searches, and what it refuses before it begins."""
+"""Tests of whole sweeps on the example model: tasks, searches, and refusals before the start."""
 
 import json
 import math
@@ -63,7 +63,7 @@ def test_language_modelling_has_the_losses_of_transformers_and_no_accuracy(sweep
     assert zero_shot["item_losses"] == pytest.approx(expected, rel=1e-3)
     assert shown["shots"] == 1
     assert shown["item_losses"] != zero_shot["item_losses"]
-    for record in records:  # the same tokens and bytes, whatever stands before them
+    for record in records:  # the same target tokens and bytes, regardless of the text before them
         nats = sum(loss * count for loss, count in zip(record["item_losses"], targets, strict=True))
         assert record["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-4)
     assert len({first_order["loss"], trained["loss"], zero_shot["loss"]}) == 3
@@ -73,7 +73,7 @@ def test_language_modelling_has_the_losses_of_transformers_and_no_accuracy(sweep
     assert any(line.startswith("| method | text | rank |") for line in lines)
     told = f"{zero_shot['loss']:.3f}; {zero_shot['bits_per_byte']:.3f} bits per byte"
     assert f"| zero-shot | ({told}) |" in markdown(records)
-    # What was measured before bits were has none to tell.
+    # Older results have no bits per byte.
     del zero_shot["bits_per_byte"]
     assert f"| zero-shot | ({zero_shot['loss']:.3f}) |" in markdown(records)
 
@@ -108,7 +108,7 @@ def test_a_corpus_without_text_is_refused_before_any_cell(
 
 
 def _not_a_number(model: Path) -> Path:
-    """A copy of the example model with a weight that is none."""
+    """Return a copy of the example model with a NaN weight."""
     shutil.copytree(EXAMPLE_MODEL, model)
     spoil_weights(model)
     return model
@@ -117,7 +117,10 @@ def _not_a_number(model: Path) -> Path:
 def test_a_damaged_model_takes_nothing_from_the_others(
     sweep_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It stands first; the table of the good one is printed, and mending it completes the same results."""
+    """The damaged model comes first. The table of the good one is still printed.
+
+    After a repair, the same results file is completed.
+    """
     damaged = _not_a_number(tmp_path / "damaged")
     text = sweep_file.read_text().replace("models = [", f'models = ["{damaged}", ')
     sweep_file.write_text(text.replace('"zero-shot", "icl:1", ', '"zero-shot", "icl:1"]\n#'))
@@ -199,13 +202,14 @@ def test_an_answer_that_does_not_fit_is_a_bad_row_and_ends_nothing(sweep_file: P
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(InputError, match="fit 32 tokens, got 22 of 22"):
         run_sweep(read_sweep(sweep_file), folder / "others.jsonl", lambda *_: None)
-    assert 22 < len(_bad_rows(folder / "others.jsonl")) <= len(rows)  # every cell was tried, of two seeds
+    # More than the 22 test rows, because the cells of both seeds were tried.
+    assert 22 < len(_bad_rows(folder / "others.jsonl")) <= len(rows)
 
 
 def test_segments_keep_their_mask_and_are_plain_training_where_there_is_one(
     sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The set that moves differs from its control by the mask alone."""
+    """The moving set differs from its control only in the mask."""
     text = sweep_file.read_text().replace('"nf4"', '"bf16"').replace("zo_steps = 4", "zo_steps = 6")
     text = text.replace("evaluations = 2", "evaluations = 3")
     names = ["zo:sensitive-task", "zo:sensitive-task-segments", "zo:sensitive-task-dynamic"]
@@ -222,7 +226,7 @@ def test_segments_keep_their_mask_and_are_plain_training_where_there_is_one(
     monkeypatch.setattr(cells.Bench, "_mask", spied)
     sweep_file.write_text(text)
     plain, fixed, moving = run_sweep(read_sweep(sweep_file), tmp_path / "three.jsonl", lambda *_: None)
-    # A mask of the run (a single trial is no search), or one of each of its three segments.
+    # One mask per run, because a single trial needs no search. The moving set has three, one per segment.
     assert [len(masks[name]) for name in names] == [1, 1, 3]
     assert masks[names[0]][-1] == masks[names[1]][-1] == masks[names[2]][-3]
     assert masks[names[2]][-3] != masks[names[2]][-1]
@@ -236,7 +240,7 @@ def test_segments_keep_their_mask_and_are_plain_training_where_there_is_one(
 def test_tuning_seeds_are_others_and_reported_runs_alone_begin_anew(
     sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every trial trains once with a tuning seed, then the reported run with its own."""
+    """Every trial trains once with each tuning seed. Then the reported run trains with its own seed."""
     text = sweep_file.read_text().replace("trials = 1", "trials = 3\ntuning_seeds = 3")
     methods = 'methods = ["zo:sensitive-c4", "zo:random-dynamic"]\n#'
     sweep_file.write_text(text.replace("methods = [", methods))
@@ -255,7 +259,7 @@ def test_tuning_seeds_are_others_and_reported_runs_alone_begin_anew(
     for name in ("train", "train_safely"):
         monkeypatch.setattr(cells, name, spied(name))
     record, moving = run_sweep(read_sweep(sweep_file), tmp_path / "results.jsonl", lambda *_: None)
-    segments = 2  # of the set that is selected again; its seeds are further apart
+    segments = 2  # of the method that selects its mask again, with seeds far apart
     searched = runs[: runs.index(("train_safely", 0, record["tuned_step_factor"]))]
     assert {name for name, _, _ in searched} == {"train"}
     assert {seed for _, seed, _ in searched} == {tuning_seed(0) + n for n in range(3)}

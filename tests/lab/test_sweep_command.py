@@ -1,4 +1,4 @@
-"""`permille evaluate`: messages, exit statuses, signals."""
+"""Tests of `permille evaluate`: messages, exit codes and signals."""
 
 import contextlib
 import fcntl
@@ -17,7 +17,7 @@ from tests.sweep_files import ROOT
 
 
 def main(arguments: list[str]) -> int:
-    """The status of the command."""
+    """Return the exit code of the command."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return int(command.app(arguments, standalone_mode=False) or 0)
@@ -37,7 +37,7 @@ def test_the_command_prints_the_table_and_refuses_with_a_message(
     assert (tmp_path / "sweep.results.jsonl").exists()
     assert main([str(tmp_path / "absent.toml")]) == 3
     assert "expected a sweep as TOML" in capsys.readouterr().err
-    # A full disk loses nothing.
+    # A full disk must not lose results.
     whole = (tmp_path / "sweep.results.jsonl").read_bytes()
     assert main([str(sweep_file), "--table", "/dev/full"]) == 1
     assert "No space left on device; all results are kept" in capsys.readouterr().err
@@ -45,7 +45,7 @@ def test_the_command_prints_the_table_and_refuses_with_a_message(
     table = tmp_path / "new" / "table.md"
     assert main([str(sweep_file), "--table", str(table)]) == 0
     assert "| zero-shot |" in table.read_text()
-    # What would lose results or end in nothing is refused at once.
+    # Arguments that would overwrite results, or could not be written to, are refused at once.
     results = str(tmp_path / "sweep.results.jsonl")
     for own, message in (
         (["--table", results], "in different files"),
@@ -92,7 +92,7 @@ def test_a_signal_whose_exception_was_lost_ends_the_sweep_at_the_next_cell(
 
 
 def test_a_signal_ends_the_process_with_a_farewell(sweep_file: Path) -> None:
-    # Cells so long that none ends before the signal, however busy the machine is.
+    # No cell of this length ends before the signal, even on a busy machine.
     sweep_file.write_text(sweep_file.read_text().replace("zo_steps = 4", "zo_steps = 4000"))
     arguments = [sys.executable, "-m", "permille_lab.evaluate.command", str(sweep_file)]
     with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""The file of results of a sweep: taken up again after a stop, and never lost, mixed or written twice."""
+"""Tests of a sweep's results file: resumed after a stop, and never lost, mixed or written twice."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def test_a_results_file_that_was_edited_is_refused_with_its_line(sweep_file: Pat
 
 
 class Stopped(Exception):  # noqa: N818 - an interruption
-    """As a person would."""
+    """An interruption, as by a person."""
 
 
 def test_a_sweep_that_is_stopped_goes_on_and_ends_as_one_that_was_not(
@@ -70,17 +70,17 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_as_one_that_was_not(
     assert [line["key"] for line in lines if line["kind"] == "bad-row"] == [
         "sst2: train.tsv:49: expected 2 cells, got 1"
     ]
-    # A method without training is the same before and after; trained ones have a curve.
+    # Methods without training have no curve.
     assert [record["curve"] is None for record in records] == [True, True, False, False, False, False]
     table = markdown(records)
     (prior,) = {record["prior_loss"] for record in records}
     assert 0 < prior < records[0]["loss"]
     assert f"(majority 50.0; prior {prior:.3f})" in table
-    for record in records:  # results of before it was measured
+    for record in records:  # older results have no prior loss
         del record["prior_loss"]
     assert "; prior" not in markdown(records).partition("| method |")[2]
     assert table.count("\n| zo:") == 3
-    assert "| sst2? (" in table  # six items are too few to know
+    assert "| sst2? (" in table  # six test items are too few to decide whether the task counts
 
 
 def test_a_search_that_is_stopped_goes_on_after_its_last_trial(sweep_file: Path, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_search_that_is_stopped_goes_on_after_its_last_trial(sweep_file: Path,
 
     def stop_twice(_done: int, _total: int, following: str) -> None:
         told.append(following)
-        if len(told) in (3, 7):  # before the second trial, and before the fourth
+        if len(told) in (3, 7):  # before the second trial and before the fourth trial
             raise Stopped
 
     for _ in range(2):
@@ -101,7 +101,8 @@ def test_a_search_that_is_stopped_goes_on_after_its_last_trial(sweep_file: Path,
     (record,) = run_sweep(sweep, results, stop_twice)
     trials = [text for text in told if "trial of step factor" in text]
     twice = {text for text in trials if trials.count(text) > 1}
-    assert twice == {told[2], told[6]}  # told, stopped, told again; the others are not begun anew
+    # Only the two stopped trials are announced twice. The others do not begin again.
+    assert twice == {told[2], told[6]}
     whole = tmp_path / "whole.jsonl"
     (expected,) = run_sweep(sweep, whole, lambda *_: None)
     del record["seconds"], expected["seconds"]
@@ -129,7 +130,7 @@ def test_seeds_that_are_added_leave_what_is_finished_as_it_is(sweep_file: Path, 
     for record in (*records, *whole):
         del record["seconds"]
     assert records == whole
-    # Other seeds are another sweep: their tunings would not be these.
+    # Seeds can only be appended. Another order is another sweep, because its tunings would differ.
     sweep_file.write_text(sweep_file.read_text().replace("seeds = [0, 1, 2, 3]", "seeds = [1, 0, 2]"))
     with pytest.raises(InputError, match="another one"):
         run_sweep(read_sweep(sweep_file), results, lambda *_: None)

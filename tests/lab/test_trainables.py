@@ -1,4 +1,4 @@
-"""Every trained set: its gradient against finite differences, and what it leaves alone."""
+"""Tests of every trained set: its gradient against finite differences, and the weights that stay fixed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +61,7 @@ def test_the_base_is_the_model_itself(kind: str, batch: Batch) -> None:
 
 
 def test_a_real_prefix_is_that_of_tokens_before_the_text() -> None:
-    """Seed by seed other tokens; the model after them is the model with the prefix."""
+    """Each seed draws other tokens. The prefix has the same effect as these tokens in the input."""
     rows, starts = [[5, 6, 7, 8], [1, 2, 3, 9]], []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -69,7 +69,7 @@ def test_a_real_prefix_is_that_of_tokens_before_the_text() -> None:
         vocabulary = int(model.config.vocab_size)
         trainable = trainables.prefix(model, 3, real=True, seed=seed)
         torch.manual_seed(seed)
-        trainables.prefix(tiny_model("llama"), 3, seed=seed)  # peft draws numbers first
+        trainables.prefix(tiny_model("llama"), 3, seed=seed)  # peft draws numbers before the tokens are drawn
         drawn = torch.randint(0, vocabulary, (1, 3))[0].tolist()
         plain = trainables.all_weights(tiny_model("llama"))
         expected = plain.token_losses(plain.base_K, _padded([drawn + row for row in rows], 2))
@@ -80,7 +80,7 @@ def test_a_real_prefix_is_that_of_tokens_before_the_text() -> None:
 
 
 def _padded(rows: list[list[int]], targets: int) -> Batch:
-    """Rows whose last `targets` tokens are targets."""
+    """Return a batch of these rows. The last `targets` tokens of each row are targets."""
     length = max(map(len, rows))
     ids_BT = np.zeros((len(rows), length), np.int64)
     attention_BT, target_BT = np.zeros(ids_BT.shape, bool), np.zeros(ids_BT.shape, bool)
@@ -120,7 +120,7 @@ def test_frozen_a_trains_half_of_lora() -> None:
     whole = trainables.lora(tiny_model("llama"), 4, frozen_a=False, seed=0)
     half = trainables.lora(tiny_model("llama"), 4, frozen_a=True, seed=0)
     assert 0 < half.k < whole.k
-    assert not half.base_K.any()  # B alone, which starts at zero
+    assert not half.base_K.any()  # only B is trained, which starts at zero
     assert whole.base_K.any()
 
 
@@ -145,11 +145,11 @@ def _linear_layer(model: Any) -> str:
     )
 
 
-# Longer than the windows of the families that have one.
+# Some rows are longer than the windows of the families that have one.
 LONG_ROWS = [*ROWS, [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4], [4, 5, 6, 4, 3, 2, 7, 8, 7, 1, 2, 3, 9]]
 
 
-# transformers warns of Gemma 2 beyond eager attention: its scores are capped.
+# For Gemma 2, transformers warns about SDPA, because attention scores are capped.
 @pytest.mark.parametrize(
     ("family", "attention"),
     [
@@ -163,7 +163,7 @@ LONG_ROWS = [*ROWS, [9, 8, 7, 6, 5, 4, 3, 2, 1, 2, 3, 4], [4, 5, 6, 4, 3, 2, 7, 
 def test_packed_rows_have_the_losses_and_gradients_of_padded_ones(
     family: str, attention: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows neither see each other nor, in families with windows, stand elsewhere than at their places."""
+    """Packed rows must not see each other, and their tokens must keep their positions."""
     model = tiny_model(family)
     model.set_attn_implementation(attention)
     trainable = trainables.masked_weights(model, {_linear_layer(model): np.array([3, 40], np.uint32)})
@@ -209,7 +209,7 @@ def test_what_cannot_be_packed_is_padded() -> None:
 
 
 def test_rows_with_a_gap_are_not_packed() -> None:
-    """A gap in one row: the others have the losses that they have packed."""
+    """One row has a gap. The other rows keep their packed losses."""
     trainable = trainables.all_weights(tiny_model("llama"))
     whole = trainable.token_losses(trainable.base_K, _padded(ROWS, 1))
     batch = _padded(ROWS, 1)

@@ -1,4 +1,4 @@
-"""Training, tuning and the names of methods."""
+"""Tests of training, tuning, and names of methods."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -58,7 +58,7 @@ def test_a_run_that_diverges_keeps_what_was_best() -> None:
 def _attempts(
     losses: Mapping[float, tuple[float, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Trained, list[float]]:
-    """Return the chosen step factor for these losses of evaluations, and the factors that were tried."""
+    """Return the chosen step factor for these evaluation losses, and the tried factors."""
     tried: list[float] = []
 
     def curve_of(*given: Any) -> Trained:
@@ -97,7 +97,10 @@ def test_a_run_that_rose_above_the_base_begins_anew_with_smaller_steps(
 
 
 def search(losses: Mapping[int, float | Trial], tried: list[int] | None = None) -> Callable[[float], Trial]:
-    """Runs of one seed by power; other powers diverge."""
+    """Return the runs of one seed.
+
+    `losses` has their losses by the power of the factor. Other powers diverge.
+    """
 
     def run(factor: float) -> Trial:
         power = round(math.log(factor, GRID_FACTOR))
@@ -119,7 +122,10 @@ def test_the_grid_grows_at_its_edge_until_the_best_is_inside() -> None:
 
 
 def test_other_seeds_choose_among_the_best_and_its_neighbours_by_the_median() -> None:
-    """The first seed diverges at the step that suits the others; one that diverges for all is no choice."""
+    """The factor with the best median wins, although the first seed prefers another.
+
+    A factor at which most seeds diverge never wins.
+    """
     first = {-1: 3.0, 0: 1.0, 1: 2.0, 2: 9.0}
     others = ({-1: 3.1, 0: 1.1, 1: 0.5, 2: 0.8}, {-1: 2.9, 0: 1.2, 1: 0.6, 2: 0.7})
     tried: list[list[int]] = [[], [], []]
@@ -149,7 +155,7 @@ def test_the_median_goes_on_to_a_better_neighbour_while_the_grid_may_grow() -> N
 
 
 def test_the_search_compares_what_runs_that_begin_anew_would_keep() -> None:
-    """Two seeds are better with a long step, and the third one falls back to the short one."""
+    """Two seeds do better with a long step. The third falls back to the short one."""
     first: dict[int, float | Trial] = {-1: 2.0, 0: 1.0, 1: Trial(loss=1.9, rose=True)}
     other = {-1: 2.0, 0: 1.4, 1: 0.6, 2: 0.8}
     tried: list[int] = []
@@ -158,7 +164,7 @@ def test_the_search_compares_what_runs_that_begin_anew_would_keep() -> None:
     assert tuned.step_factor == pytest.approx(GRID_FACTOR)
     risen = [search(first), *[search({-1: 2.0, 0: 1.4, 1: Trial(loss=1.8, rose=True)})] * 2]
     tuned = tune(*risen, trials=3)
-    assert tuned.medians == {-1: 2.0, 0: 1.4, 1: 1.4}  # a tie: the shorter one
+    assert tuned.medians == {-1: 2.0, 0: 1.4, 1: 1.4}  # in a tie, the shorter step wins
     assert tuned.step_factor == 1.0
     rounded = search({-1: 2.0, 0: 1.4, 1: 1.399999, 2: 1.41})
     assert tune(rounded, rounded, rounded, trials=3).step_factor == 1.0
@@ -181,7 +187,7 @@ def test_no_more_attempts_are_compared_than_are_made() -> None:
 def test_a_grid_that_ends_on_its_edge_says_so_and_divergence_never_wins() -> None:
     tuned = tune(search({-1: 3.0, 0: 2.0, 1: 1.0}), trials=3, extensions=4)
     assert tuned.step_factor == pytest.approx(GRID_FACTOR)
-    assert not tuned.on_edge  # beyond it training diverged
+    assert not tuned.on_edge  # training diverged beyond it
     assert tune(search({power: -power for power in range(9)}), trials=3, extensions=2).on_edge
     with pytest.raises(InputError, match="expected a finite loss"):
         tune(search({}))

@@ -1,4 +1,7 @@
-"""Unmodified transformers with bitsandbytes opens an NF4 package: the folder is links to its blobs."""
+"""Tests of an NF4 package in unmodified transformers with bitsandbytes.
+
+The folder consists of links to blobs.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""People of three collections: who is read, who is reported, and who is chosen."""
+"""Tests of people from three collections: who is read, who is reported as bad, and who is selected."""
 
 import json
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def test_lines_that_are_no_person_are_reported_by_place(tmp_path: Path) -> None:
     ]
     found = read_users(written(tmp_path, Collection.LAMP7, lines), Collection.LAMP7)
     (author,) = found.users
-    # A tweet twice counts once, an empty one not at all.
+    # A repeated tweet counts once, and an empty one does not count.
     assert [own_words(row) for row in author.documents] == ["one tweet", "two"]
     assert [bad.name for bad in found.bad] == [f"lamp7_dev.jsonl:{n}" for n in (2, 4, 5, 6)]
     assert all("expected a person as JSON" in bad.reason for bad in found.bad)

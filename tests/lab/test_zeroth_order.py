@@ -1,4 +1,4 @@
-"""Zeroth orders on one text: as many layer passes for each, and no weight below the first layer moves."""
+"""Tests of zeroth-order methods on one text: equal layer passes, and fixed weights below the mask."""
 
 from dataclasses import replace
 from typing import Any
@@ -60,7 +60,7 @@ def test_one_change_makes_another_cell_with_as_many_passes(run: TextRun, change:
 
 
 def test_momentum_is_a_velocity_that_decays() -> None:
-    """Heavy ball, `v = m v + (1 - m) c`, within half a unit of the lattice a step."""
+    """Compare with heavy ball, `v = m v + (1 - m) c`, within half a lattice unit per step."""
     c_TQ = np.random.default_rng(0).integers(-5000, 5000, (12, 3))
     velocity_Q = moved_Q = np.zeros(3)
     for c_Q in c_TQ:

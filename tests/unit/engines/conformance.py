@@ -39,8 +39,8 @@ class Conformance:
 
         engine: the engine under test.
         tiny: the package of the engine, and its reference.
-        loss_tolerance: bound on |loss - reference|, absolute. It also bounds the difference between two ways of
-            grouping the same work.
+        loss_tolerance: bound on |loss - reference|, absolute. It also bounds the difference between two
+            groupings of the same work.
         derivative_tolerance: bound on the error of a derivative, relative to the largest derivative.
     """
 

@@ -1,4 +1,4 @@
-"""A fresh, migrated database with a tenant and a clock that tests move. On PostgreSQL too."""
+"""Fixtures: a migrated database on SQLite and on PostgreSQL, tenants, a device, and a settable clock."""
 
 import shutil
 from collections.abc import Iterator
@@ -18,36 +18,36 @@ BACKENDS = ("sqlite", "postgresql")
 
 
 class Clock:
-    """A clock that stands until it is moved."""
+    """A clock that stands still between calls of `forward`."""
 
     def __init__(self) -> None:
         self.at = datetime(2030, 1, 1, tzinfo=UTC)
 
     def __call__(self) -> datetime:
-        """The time."""
+        """Return the time."""
         return self.at
 
     def forward(self, seconds: float) -> None:
-        """Move on."""
+        """Advance the clock."""
         self.at += timedelta(seconds=seconds)
 
 
 @pytest.fixture
 def clock() -> Clock:
-    """The time of the database under test."""
+    """Return the clock of the database under test."""
     return Clock()
 
 
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
-    """A PostgreSQL database that tests may empty."""
+    """Yield the URL of a PostgreSQL database that tests may empty."""
     with postgres.postgres_url() as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated SQLite database, to copy."""
+    """Return a migrated SQLite database, to copy."""
     path = tmp_path_factory.mktemp("template") / "permille.db"
     migrate(f"sqlite:///{path}")
     return path
@@ -55,13 +55,13 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
-    """The kind of database on which the test runs."""
+    """Return the kind of database of the test."""
     return str(request.param)
 
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest, backend: str, tmp_path: Path) -> str:
-    """An empty database."""
+    """Return the URL of an empty database."""
     if backend == "sqlite":
         return f"sqlite:///{tmp_path}/empty.db"
     found = str(request.getfixturevalue("postgres_url"))
@@ -73,7 +73,7 @@ def url(request: pytest.FixtureRequest, backend: str, tmp_path: Path) -> str:
 def db(
     request: pytest.FixtureRequest, backend: str, template: Path, tmp_path: Path, clock: Clock
 ) -> Iterator[Database]:
-    """A migrated database without rows, that runs on `clock`."""
+    """Yield a migrated database without rows. It uses `clock`."""
     if backend == "sqlite":
         shutil.copy(template, tmp_path / "permille.db")
         url = f"sqlite:///{tmp_path}/permille.db"
@@ -97,21 +97,21 @@ def _execute(url: str, statements: list[str]) -> None:
 
 @pytest.fixture
 def tenant_id(db: Database) -> str:
-    """A tenant."""
+    """Return the id of a tenant."""
     with db.write() as session:
         return access.create_tenant(session, name="acme").id
 
 
 @pytest.fixture
 def other_tenant_id(db: Database) -> str:
-    """Another tenant."""
+    """Return the id of another tenant."""
     with db.write() as session:
         return access.create_tenant(session, name="globex").id
 
 
 @pytest.fixture
 def device_id(db: Database, tenant_id: str) -> str:
-    """A device of the tenant."""
+    """Return the id of a device of the tenant."""
     with db.write() as session:
         _, code = devices.invite(session, tenant_id=tenant_id, release="tiny", alias="stable")
         return devices.enrol(session, code=code, public_key="k", name="n", agent_version="0.1.0").device.id

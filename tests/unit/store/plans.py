@@ -1,4 +1,4 @@
-"""The plans by which a database runs statements: no time is measured, and a scan of a table is seen."""
+"""Query plans of a database. They reveal full table scans without a measurement of time."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ _STATEMENT = re.compile(r"SELECT|UPDATE|DELETE")
 
 @contextmanager
 def explained(*tables: str) -> Iterator[list[str]]:
-    """Collect the plans of all statements of the block that are about one of the tables."""
+    """Collect the query plans of the block's statements that contain one of the tables."""
     plans: list[str] = []
     about = re.compile(rf"\b({'|'.join(tables)})\b")
 
@@ -40,9 +40,9 @@ def explained(*tables: str) -> Iterator[list[str]]:
 
 
 def assert_by_index(plans: list[str], *indexes: str, tables: Sequence[str] = ("jobs",)) -> None:
-    """Assert that no plan reads the rows of a whole table, and that each of these indexes serves one.
+    """Assert that no plan scans a whole table, and that each of these indexes is in a plan.
 
-    An index of some rows may be read as a whole; to count all rows, one that has all that is asked for.
+    Scans of whole partial indexes are allowed. So are scans of covering indexes, which count all rows.
     """
     names, some = "|".join(tables), "|".join(_PARTIAL)
     scan = re.compile(

@@ -1,4 +1,4 @@
-"""A private PostgreSQL server for tests; or one that the environment names.
+"""A PostgreSQL server for tests: a private one, or the one in the environment.
 
 PERMILLE_TEST_POSTGRES names a database that the tests may empty: `postgresql+psycopg://user@host/name`.
 """
@@ -22,7 +22,7 @@ _TIMEOUT_S = 60.0
 
 
 class Server:
-    """A server in a folder of its own, which can be killed and started again."""
+    """A server in its own folder. Tests can crash it and start it again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._user, self._port = folder, _server_user(folder), free_port()
@@ -48,11 +48,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the server; its connections are processes below it."""
+        """Process id of the server. Its connections are child processes."""
         return self._process.pid
 
     def crash(self) -> None:
-        """Kill every connection without a word, and come back by recovery from the log."""
+        """Cut all connections at once, and restart the server. It recovers from its log."""
         self._process.send_signal(signal.SIGQUIT)
         self._process.wait(_TIMEOUT_S)
         self._process = self._start()
@@ -77,7 +77,7 @@ class Server:
 
 @contextmanager
 def postgres_server() -> Iterator[Server]:
-    """A server of our own, as long as the block lasts."""
+    """Yield a private server for the duration of the block."""
     with tempfile.TemporaryDirectory(prefix="permille-postgres-") as name:
         server = Server(Path(name))
         try:
@@ -88,7 +88,7 @@ def postgres_server() -> Iterator[Server]:
 
 @contextmanager
 def postgres_url() -> Iterator[str]:
-    """The URL of an empty or emptiable database, as long as the block lasts."""
+    """Yield the URL of a database that is empty or may be emptied."""
     if NAMED_URL is not None:
         yield NAMED_URL
         return
@@ -97,7 +97,7 @@ def postgres_url() -> Iterator[str]:
 
 
 def _program(name: str) -> str:
-    """Find one of the server's programs: on the path, or where Debian keeps them."""
+    """Find one of the server's programs on the path or in Debian's folder."""
     debian = sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin")), key=lambda path: (len(path), path))
     found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(reversed(debian)))
     assert found is not None, f"expected PostgreSQL's {name}: scripts/system-packages.sh installs it"
@@ -105,7 +105,10 @@ def _program(name: str) -> str:
 
 
 def _server_user(folder: Path) -> str | None:
-    """PostgreSQL refuses to run as root: then it runs as nobody, to whom the folder goes."""
+    """Return the user of the server: None for the current one.
+
+    PostgreSQL refuses to run as root. Then its user is nobody, who becomes the owner of the folder.
+    """
     if os.geteuid() != 0:
         return None
     shutil.chown(folder, "nobody")
@@ -118,7 +121,7 @@ def _wait_for(port: int, log: Path) -> None:
         try:
             psycopg.connect(host="127.0.0.1", port=port, user="permille", dbname="postgres").close()
             return
-        except psycopg.OperationalError as exc:  # not there yet, or still recovering
+        except psycopg.OperationalError as exc:  # not started yet, or still in recovery
             if time.monotonic() > deadline:
                 raise TimeoutError(f"expected PostgreSQL on port {port}: {log.read_text()[-2000:]}") from exc
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Blobs in a bucket: whole, hashed and bounded, whatever the bucket and its readers do."""
+"""Tests of blobs in a bucket: complete, hashed and bounded, with a faulty bucket and concurrent readers."""
 
 import base64
 import hashlib
@@ -44,7 +44,7 @@ def site(server: str) -> Iterator[Gate]:
 
 
 def folder(site: Gate, root: Path, *, most_bytes: int = 1 << 30) -> BucketFolder:
-    """One machine's."""
+    """Return the folder of one machine."""
     return BucketFolder(site.open(), BlobCache(root, most_bytes))
 
 
@@ -240,10 +240,10 @@ def test_the_rights_that_the_guide_lists_are_enough_and_needed(
     guide = Path("docs/howto/store-blobs-in-a-bucket.md").read_text()
     (policy,) = re.findall(r"```json\n(\{\n  \"Version\".*?)```", guide, re.DOTALL)
     rights = policy.replace("my-blobs", site.bucket)
-    # Amazon's right to ask for a bucket's head is that to list it; moto calls it by the operation's name.
+    # For HeadBucket, Amazon checks the right s3:ListBucket. moto checks a right with the operation's name.
     rights = rights.replace('"s3:ListBucket",', '"s3:ListBucket", "s3:HeadBucket",')
     known, other = _user(rights), _user(rights.replace("/permille/*", "/elsewhere/*"))
-    monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)  # from here on it checks
+    monkeypatch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)  # from here on, moto checks rights
 
     def store(key_id: str, secret: str, **options: Any) -> BucketFolder:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", key_id)
@@ -294,7 +294,7 @@ def test_an_address_opens_one_object_for_some_minutes(site: Gate, tmp_path: Path
 
 
 def _user(policy: str) -> tuple[str, str]:
-    """The key of a user of the bucket's server who has these rights: its id and its secret."""
+    """Return the key id and secret of a user with these rights on the bucket's server."""
     from moto.core import DEFAULT_ACCOUNT_ID
     from moto.iam.models import iam_backends
 
@@ -361,7 +361,7 @@ def test_what_answers_as_no_bucket_does_is_a_bucket_that_is_away(
         do_HEAD = do_GET
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as listener:
         threading.Thread(target=listener.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Claims, leases and fences: what must never be lost and never be published twice."""
+"""Tests of claims, leases and fences: no job is lost, and no result is published twice."""
 
 import subprocess
 import sys
@@ -68,7 +68,7 @@ print(won)
 def test_processes_that_race_share_the_jobs_without_overlap(db: Database, tenant_id: str) -> None:
     made = [submit(db, tenant_id) for _ in range(12)]
     command = [sys.executable, "-c", _RACE, db.url]
-    # The tests' clock stands in 2030, the database's own does not: make the jobs due by both.
+    # The tests' clock is in 2030, but the racing processes use the real time. In 2020, jobs are due by both.
     with db.write() as session:
         for job in made:
             row = session.get(Job, job.id)
@@ -84,7 +84,7 @@ def test_processes_that_race_share_the_jobs_without_overlap(db: Database, tenant
 
 
 def _stock(db: Database, tenant_ids: list[str], *, queued: int, ended: int) -> None:
-    """Add jobs of several tenants in turn, and let the database count what it has."""
+    """Add jobs of several tenants in turn, and update the database's statistics."""
     with db.write() as session:
         at = now(session)
         states = ["queued"] * queued + ["succeeded"] * ended
@@ -152,7 +152,7 @@ def test_what_other_workers_have_locked_is_passed(
     db: Database, backend: str, tenant_id: str, other_tenant_id: str, device_id: str
 ) -> None:
     if backend == "sqlite":
-        return  # one transaction at a time writes there
+        return  # SQLite has one writing transaction at a time
     own, upload, others = submit(db, tenant_id), submit(db, tenant_id), submit(db, other_tenant_id)
     with db.write() as session:
         session.execute(update(Job).where(Job.id == upload.id).values(device_id=device_id))
@@ -180,7 +180,7 @@ def test_an_expired_lease_gives_the_job_to_another_attempt(
     clock.forward(31)
     assert sweep(db).requeued == 1
     with db.write() as session:
-        assert claims.claim(session, worker="early", lease_s=30) is None  # the backoff
+        assert claims.claim(session, worker="early", lease_s=30) is None  # the job waits for its backoff
     clock.forward(claims.backoff_s(1))
     claim = take(db, "second")
     assert (claim.attempt, claim.fence) == (2, stale.fence + 1)

@@ -1,4 +1,4 @@
-"""A clock that was a year ahead and is right again: nothing waits for a year."""
+"""Tests of a clock that was a year ahead and is corrected: nothing waits for a year."""
 
 from dataclasses import replace
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Collections delete old blobs that no row names, and never blobs that a job is about to name."""
+"""Tests of collections: old blobs without a row are deleted, and blobs that a job will reference are not."""
 
 import os
 import signal
@@ -58,18 +58,18 @@ NAMES_NO_BLOB = {
 
 @pytest.fixture
 def settings(tmp_path: Path) -> StoreSettings:
-    """A grace of a day."""
+    """Return settings with a grace period of one day."""
     return StoreSettings.model_validate(layout(tmp_path))
 
 
 @pytest.fixture
 def blobs(settings: StoreSettings) -> BlobFolder:
-    """The shared store."""
+    """Return the shared blob folder."""
     return BlobFolder(settings.blob_root)
 
 
 def put(blobs: BlobFolder, data: bytes, clock: Clock, *, age_s: float = 2 * DAY_S) -> str:
-    """Store bytes as if so long ago."""
+    """Store bytes with a modification time `age_s` seconds ago."""
     digest = blobs.put_bytes(data)
     at = clock.at.timestamp() - age_s
     os.utime(blobs.path(digest), (at, at))
@@ -77,7 +77,7 @@ def put(blobs: BlobFolder, data: bytes, clock: Clock, *, age_s: float = 2 * DAY_
 
 
 def name(db: Database, tenant_id: str, digest: str, kind: JobKind = JobKind.MASK) -> str:
-    """The id of an artifact that names a blob."""
+    """Add an artifact that references a blob. Return its id."""
     with db.write() as session:
         layer = Blob(role="mask", media_type="x", digest=digest, size_bytes=1)
         made = Made(
@@ -151,7 +151,7 @@ def test_whoever_names_what_was_collected_is_told_to_store_it_again(
 def test_a_job_that_names_what_was_there_before_it_does_not_lose_it(
     db: Database, blobs: BlobFolder, settings: StoreSettings, tenant_id: str, clock: Clock
 ) -> None:
-    """Jobs find old bytes and name them, others forget theirs, while two collect all the time."""
+    """Jobs reference old bytes and drop their references, while two collectors run all the time."""
     most, stop = settings.model_copy(update={"collection_grace_s": 0.0}), threading.Event()
     with db.write() as session:
         model_id = some_model(session, tenant_id)
@@ -160,7 +160,7 @@ def test_a_job_that_names_what_was_there_before_it_does_not_lose_it(
     def publish(number: int) -> None:
         data = b"layer %d" % number
         while True:
-            digest = blobs.put_bytes(data)  # years old by the database's clock: its age saves nothing
+            digest = blobs.put_bytes(data)  # years old by the tests' clock, so its age does not protect it
             try:
                 with db.write() as session:
                     job = queue.submit(session, NewJob(tenant_id=tenant_id, kind=JobKind.MASK, payload={}))
@@ -208,7 +208,10 @@ def test_a_job_that_names_what_was_there_before_it_does_not_lose_it(
 def test_a_collector_deletes_nothing_whose_lock_is_gone(
     db: Database, blobs: BlobFolder, settings: StoreSettings, clock: Clock
 ) -> None:
-    """PostgreSQL ends its session with the last look at a blob; SQLite lets nobody else write then."""
+    """At the last check of a blob, the collector's session on PostgreSQL is ended.
+
+    On SQLite, the collector holds the lock, so no other connection can write at that time.
+    """
     old, others = put(blobs, b"old", clock), make_engine(db.url)
 
     class Late(BlobFolder):
@@ -281,7 +284,7 @@ def test_a_collection_that_is_killed_leaves_nothing_to_mend(
         os.utime(blobs.path(digest), (1e9, 1e9))
     assert collect_in_a_process(db, tmp_path, "killed") == -signal.SIGKILL
     assert len(list(blobs.entries())) == 3
-    with db.write() as session:  # nobody holds anything
+    with db.write() as session:  # no lock of the killed process is left
         collection.hold(session, blobs, [kept])
     collection.collect(db, blobs, settings)
     assert [blob.digest for blob in blobs.entries()] == [kept]

@@ -1,4 +1,4 @@
-"""Connections: a server that does not answer is given up."""
+"""Tests of connections: a server that does not answer."""
 
 import socket
 
@@ -11,7 +11,7 @@ from permille.store.database import Database
 
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "CONNECT_S", 2)  # the shortest that the driver knows
+    monkeypatch.setattr(database, "CONNECT_S", 2)  # the driver's shortest limit
     with socket.create_server(("127.0.0.1", 0)) as silent:
         db = Database(f"postgresql+psycopg://user@127.0.0.1:{silent.getsockname()[1]}/name")
         with pytest.raises(OperationalError, match="timeout"), db.read() as session:

@@ -1,4 +1,4 @@
-"""Invitations are used once, nonces too, and revocation acts at once."""
+"""Tests of devices: invitations and nonces work once, and revocation takes effect at once."""
 
 from datetime import datetime, timedelta
 
@@ -153,7 +153,7 @@ def test_what_a_device_held_when_it_left_stays_useless_once_it_is_back(
 ) -> None:
     device = enrol(db, invite(db, tenant_id)).device
     secret = token_of(db, device)
-    for _ in range(2):  # it leaves twice
+    for _ in range(2):  # the device leaves twice
         clock.forward(1)
         with db.write() as session:
             devices.unenrol(session, tenant_id=tenant_id, device_id=device.id)

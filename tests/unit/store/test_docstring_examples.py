@@ -1,4 +1,4 @@
-"""The examples in docstrings of the library's packages run as they stand."""
+"""Doctests of the library's packages."""
 
 import doctest
 import importlib
@@ -7,7 +7,7 @@ import pkgutil
 import pytest
 
 PACKAGES = ("federation", "fleet", "package", "privacy", "sandbox", "schemas", "store", "trust")
-NOT_IMPORTED = ("permille.store.migrations.env",)  # Alembic alone runs it
+NOT_IMPORTED = ("permille.store.migrations.env",)  # only Alembic can run it
 
 
 def _modules() -> list[str]:

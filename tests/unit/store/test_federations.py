@@ -1,4 +1,4 @@
-"""Rounds at the same moment from several sides: contributions, deadlines, leaving, two sweepers."""
+"""Tests of concurrent events in rounds: contributions, deadlines, departures, and two sweepers."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ DEADLINE_S = 60
 
 
 class Site:
-    """A running federation in a database, its members invited to the open round."""
+    """A running federation in a database. Its members can be invited to the open round."""
 
     def __init__(
         self, db: Database, tenant_id: str, *, target: int, minimum: int = 1, count: int = 8
@@ -61,7 +61,7 @@ class Site:
                 assert contributions.invite(session, federation=row, device_id=device_id)
 
     def send(self, device_id: str, number: int = 0) -> bool:
-        """Return whether it was taken. False: it came too late, or the device has left."""
+        """Send a contribution. Return False if it came too late or the device has left."""
         sent = Sent(
             federation_id=self.id, number=number, device_id=device_id, data=b"data", digest=f"d-{device_id}"
         )
@@ -88,7 +88,7 @@ class Site:
             return session.get_one(Round, (self.id, number))
 
     def held(self) -> set[str]:
-        """Return the devices whose bytes are kept."""
+        """Return the ids of the devices with a stored contribution."""
         with self.db.read() as session:
             query = select(Participation.device_id).where(Participation.data.is_not(None))
             return set(session.scalars(query))
@@ -101,7 +101,7 @@ class Site:
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """Call all in threads that begin together; what they return."""
+    """Call all functions in threads that begin together. Return their results."""
     gate = threading.Barrier(len(calls))
 
     def run(call: Callable[[], Any]) -> Any:
@@ -217,7 +217,7 @@ def test_operators_and_devices_at_once_wait_for_nobody_in_a_circle(
     site.invite_all()
 
     def noted(change: Callable[[Any, Federation], Any]) -> None:
-        """An operator's change: the federation first, the audit log's row of the tenant last."""
+        """Make an operator's change. It locks the federation first, and the tenant's audit log last."""
         with db.write() as session:
             row = rows.lock(session, tables.Federation, tenant_id=tenant_id, row_id=site.id)
             change(session, row)

@@ -1,4 +1,4 @@
-"""Counts over many devices: one vote for each device, correct ranks, and no count that reveals a few."""
+"""Tests of counts over many devices: one vote per device, correct ranks, and no counts of few devices."""
 
 import math
 import random
@@ -25,7 +25,7 @@ from tests.packages import tiny_package
 
 @pytest.fixture
 def stocked(db: Database, tenant_id: str, tmp_path: Path) -> str:
-    """A tenant with 300 devices and their 2,000 runs on four versions."""
+    """Return a tenant with 300 devices and their 2,000 runs on four versions."""
     package = tiny_package(tmp_path / "blobs")
     with db.write() as session:
         add_package(session, tenant_id=tenant_id, manifest=package.manifest)
@@ -62,7 +62,7 @@ def test_each_device_counts_once_a_version(db: Database, stocked: str) -> None:
         assert one.improvement is not None
         assert one.improvement.low is not None
         assert one.improvement.low < one.improvement.median
-    assert sum(day.runs for day in fleet.days) in range(1900, 2001)  # the oldest are thirty days old
+    assert sum(day.runs for day in fleet.days) in range(1900, 2001)  # the oldest runs are thirty days old
 
 
 def test_who_may_not_see_each_device_learns_nothing_of_fewer_than_ten(db: Database, stocked: str) -> None:
@@ -101,7 +101,7 @@ def test_two_looks_of_a_watcher_do_not_tell_what_one_device_did(db: Database, st
 
 
 def test_a_yanked_version_is_shown_as_long_as_devices_have_it(db: Database, stocked: str) -> None:
-    """However many versions came after it; one that nobody has nor reported is not shown."""
+    """It is shown even after many later versions. A version without devices and reports is not shown."""
     with db.write() as session:
         old = releases.yank(session, tenant_id=stocked, name=RELEASE, version=3, reason="bad")
         package = artifacts.get(session, tenant_id=stocked, kind=JobKind.PACKAGE, key=old.package_digest)
@@ -143,7 +143,7 @@ def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
 
 
 def test_shares_and_their_difference_are_wilsons_and_newcombes() -> None:
-    # Newcombe (1998), table II (a): 56/70 - 48/80, method 10: 0.0524 to 0.3339.
+    # Expected values: Newcombe (1998), table II (a), 56/70 - 48/80, method 10.
     found = share_difference(share(56, 70), share(48, 80))
     assert found.low is not None
     assert found.high is not None

@@ -1,4 +1,4 @@
-"""Submit, list, cancel, retry, events: what the API does with jobs."""
+"""Tests of the API's operations on jobs: submit, list, cancel, retry and events."""
 
 import pytest
 
@@ -98,7 +98,7 @@ def test_pages_hold_every_job_once_newest_first(db: Database, tenant_id: str, ot
             page = queue.list_jobs(session, tenant_id=tenant_id, window=Window(limit=2, cursor=cursor))
         assert len(page.items) <= 2
         seen += [job.id for job in page.items]
-        submit(db, tenant_id)  # what comes meanwhile moves nothing
+        submit(db, tenant_id)  # a new job does not move the following pages
         if (cursor := page.next_cursor) is None:
             break
     assert seen == sorted(made, reverse=True)

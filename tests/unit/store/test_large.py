@@ -1,4 +1,4 @@
-"""No statement of lists, fleet, metrics, retention or sweep reads a whole table, on either database."""
+"""Tests that lists, fleet, metrics, retention and sweeps scan no whole table, on either database."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ _REMOVABLE = ("jobs", "artifacts", "models", "uploads")
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def stocked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
-    """A database with 2,000 rows of everything. What a test takes out of it, no other test needs."""
+    """Yield a database with 2,000 rows of everything. Tests may remove only rows that no other test needs."""
     if request.param == "sqlite":
         yield from _stocked(f"sqlite:///{tmp_path_factory.mktemp('large')}/permille.db")
         return
@@ -36,7 +36,7 @@ def _stocked(url: str) -> Iterator[Database]:
 
 @pytest.fixture
 def _indexes_preferred() -> Iterator[None]:
-    """Let PostgreSQL read a whole table only where no index will do: these are not large enough for it."""
+    """Let PostgreSQL scan a table only if no index fits. Otherwise, it would scan such small tables."""
 
     def prefer(connection: Connection) -> None:
         if connection.dialect.name == "postgresql":

@@ -1,4 +1,4 @@
-"""Two transactions that meet half-way wait for each other at most in one direction (PostgreSQL)."""
+"""Tests of lock order: if two transactions overlap, only one of them waits (PostgreSQL)."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +22,7 @@ Work = Callable[[Session], object]
 
 
 class Meanwhile:
-    """Begins other work half-way through some work, and knows how it ended."""
+    """Work in another transaction, begun in the middle of a first one."""
 
     def __init__(self, db: Database, pool: ThreadPoolExecutor, work: Work) -> None:
         self._db, self._pool, self._work = db, pool, work
@@ -49,7 +49,7 @@ def test_a_part_may_be_claimed_while_its_parent_is_stopped(
         stop = Meanwhile(db, pool, lambda session: claims.fail(session, held, error=error, retryable=False))
 
         def noted(session: Session, job: Job, at: datetime) -> None:
-            if job.id == quantization.id:  # its row is locked, its tenant's not yet
+            if job.id == quantization.id:  # the job's row is locked, the tenant's row is not yet locked
                 stop.begin()
             note(session, job, at)
 
@@ -79,7 +79,7 @@ def test_a_device_may_report_while_the_replay_of_its_last_run_ends(
         with db.write() as session:
             claims.check(session, held)
             runs.finish_log(session, tenant_id=tenant_id, run_id="run", log_digest=LOG, verdict=verdict)
-            session.flush()  # the run's row is locked, the device's not yet
+            session.flush()  # the run's row is locked, the device's row is not yet locked
             other.begin()
             claims.complete(session, held, result_id="run")
         other.end()

@@ -1,4 +1,4 @@
-"""Two requests about one log at the same moment: the second one waits, and finds what the first has left."""
+"""Tests of two simultaneous requests about a log: the second waits, and then sees the first one's result."""
 
 import time
 from collections.abc import Callable
@@ -25,14 +25,14 @@ Second = TypeVar("Second")
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """The run `run` of a device, for the requests of both of its sides."""
+    """A device's run "run", with the requests of the device and of the operator."""
 
     db: Database
     tenant_id: str
     device_id: str
 
     def send(self, session: Session) -> str:
-        """Send the device's request. Return the job's id."""
+        """Attach the log for the device. Return the job's id."""
         upload_id = begin_upload(session, self.tenant_id, self.device_id)
         _, job = runs.attach_log(
             session,
@@ -44,50 +44,50 @@ class Log:
         return job.id
 
     def delete(self, session: Session) -> str | None:
-        """Forget the log."""
+        """Delete the log for the device."""
         return runs.delete_log(session, tenant_id=self.tenant_id, run_id="run", device_id=self.device_id)
 
     def delete_run(self, session: Session) -> str | None:
-        """Forget the run."""
+        """Delete the run for the device."""
         return runs.delete_run(session, tenant_id=self.tenant_id, run_id="run", device_id=self.device_id)
 
     def retry(self, session: Session) -> str:
-        """Send the operator's request."""
+        """Retry the newest job for the operator."""
         return queue.retry(session, tenant_id=self.tenant_id, job_id=self.job.id).id
 
     def cancel(self, session: Session) -> str:
-        """Send the operator's request."""
+        """Cancel the newest job for the operator."""
         return queue.request_cancel(session, tenant_id=self.tenant_id, job_id=self.job.id).id
 
     @property
     def job(self) -> Job:
-        """The newest job."""
+        """Newest job of the tenant."""
         with self.db.read() as session:
             return queue.list_jobs(session, tenant_id=self.tenant_id).items[0]
 
     @property
     def states(self) -> tuple[str | None, str]:
-        """Of the log and of its job."""
+        """States of the log and of its job."""
         return log_of(self.db, self.tenant_id)[0], self.job.state
 
 
 @pytest.fixture
 def log(db: Database, tenant_id: str, device_id: str) -> Log:
-    """A run that is reported; its log has not come yet."""
+    """Return a reported run. Its log has not arrived."""
     report(db, tenant_id, device_id)
     return Log(db, tenant_id, device_id)
 
 
 @pytest.fixture
 def pending(log: Log) -> Log:
-    """Its log waits for a replay."""
+    """Return a run whose log waits for a replay."""
     attach(log.db, log.tenant_id, log.device_id)
     return log
 
 
 @pytest.fixture
 def undecided(pending: Log) -> Log:
-    """The replay of its log has failed."""
+    """Return a run after the failure of its log's replay."""
     fail_for_good(pending.db, pending.tenant_id, claimed(pending.db))
     return pending
 
@@ -95,7 +95,7 @@ def undecided(pending: Log) -> Log:
 def at_once(
     db: Database, first: Callable[[Session], First], second: Callable[[Session], Second]
 ) -> tuple[First, Second]:
-    """Begin `second` when `first` is done and not yet committed; what both answer."""
+    """Begin `second` when `first` is done, but not committed. Return both results."""
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         with db.write() as session:
@@ -106,7 +106,7 @@ def at_once(
 
 
 def begun(db: Database, pool: ThreadPoolExecutor, work: Callable[[Session], Second]) -> Future[Second]:
-    """Begin a transaction, and let it run until it waits for another one, or has ended."""
+    """Begin a transaction in another thread. Return when it waits for a lock, or has ended."""
 
     def run() -> Second:
         with db.write() as session:
@@ -118,7 +118,10 @@ def begun(db: Database, pool: ThreadPoolExecutor, work: Callable[[Session], Seco
 
 
 def _wait_until_it_waits(db: Database, other: Future[Second]) -> None:
-    """A second writer waits on SQLite at its beginning, on PostgreSQL at a locked row, if it meets one."""
+    """Wait until `other` waits for a lock, or has ended.
+
+    On SQLite this returns at once, because a second writer waits at its beginning.
+    """
     if not db.url.startswith("postgresql"):
         return
     query = text("SELECT count(*) FROM pg_locks WHERE NOT granted")

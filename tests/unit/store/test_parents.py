@@ -1,4 +1,4 @@
-"""A job with parts advances with them, fails with them, is cancelled with them, and holds no worker."""
+"""Tests of jobs with parts: a parent advances, fails and is cancelled with its parts. It needs no worker."""
 
 from typing import Any
 
@@ -229,7 +229,7 @@ def test_cancel_of_a_part_cancels_the_build(db: Database, tenant_id: str) -> Non
 def test_retry_of_a_build_repeats_only_what_failed(db: Database, tenant_id: str) -> None:
     build = submit_build(db, tenant_id)
     run(db, build, "mask")
-    claim = take(db)  # the quantization
+    claim = take(db)  # the quantization job
     assert claim is not None
     with db.write() as session:
         claims.fail(session, claim, error={"type": "T", "message": "m"}, retryable=True)
@@ -244,7 +244,7 @@ def test_retry_of_a_build_repeats_only_what_failed(db: Database, tenant_id: str)
 
 
 def split_mask(db: Database, build: Job) -> tuple[Claim, list[Job]]:
-    """The build's mask, split into two shards by its first attempt."""
+    """Return the claim of the build's mask job, and the two shards into which its first attempt splits it."""
     claim = take(db, parts(db, build)["mask"].id)
     assert claim is not None
     shards = [

@@ -1,4 +1,4 @@
-"""Versions only grow, aliases move, yanked packages leave the devices' sight; access and runs."""
+"""Tests of releases, access and runs: versions only grow, aliases move, and yanked packages are hidden."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -42,7 +42,7 @@ def add_package(db: Database, tenant_id: str, name: str = "1") -> Artifact:
 
 
 def resolve_stable(db: Database, tenant_id: str) -> Any:
-    """Return the version to which the alias `stable` of this tenant's release points."""
+    """Return the version of the alias `stable` of this tenant's release."""
     return releases.resolve_alias(db, tenant_id=tenant_id, name="tiny", alias="stable")
 
 
@@ -213,7 +213,7 @@ def report(
 
 
 def begin_upload(session: Session, tenant_id: str, device_id: str) -> str:
-    """The id of an upload that is about to come."""
+    """Begin an upload. Return its id."""
     row = uploads.begin(session, tenant_id=tenant_id, device_id=device_id, run_id="run", quota=QUOTA)
     return row.id
 
@@ -244,7 +244,7 @@ def test_runs_are_listed_the_newest_first_whatever_their_ids(
     told = ["m", "z", "a", "q", "b"]
     for number, run_id in enumerate(told):
         report(db, tenant_id, device_id, run_id)
-        if number != 3:  # q and b are of the same moment: then the larger id is first
+        if number != 3:  # q and b have the same time, so the larger id is listed first
             clock.forward(1)
     found: list[str] = []
     cursor = None

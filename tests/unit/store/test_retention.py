@@ -1,4 +1,4 @@
-"""Objects that a rule deletes, and objects that it never deletes."""
+"""Tests of retention rules: which objects they delete, and which they never delete."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,13 +32,13 @@ TOKEN = "operator_01jd3kq8z7m4n5p6r7s8t9v0wx"
 
 
 class Keeping:
-    """A tenant with a rule, and what it has."""
+    """A tenant with a rule and its objects."""
 
     def __init__(self, db: Database, tenant_id: str, clock: Clock) -> None:
         self.db, self.tenant_id, self._clock, self._made = db, tenant_id, clock, 0
 
     def make(self, kind: JobKind, **request: Any) -> Artifact:
-        """An artifact, a day after the one before."""
+        """Add an artifact, one day after the last one."""
         self._made += 1
         self._clock.forward(DAY_S)
         digest = f"sha256:{self._made:064d}"
@@ -53,7 +53,7 @@ class Keeping:
             return add_artifact(session, tenant_id=self.tenant_id, kind=kind, request=request, made=made)
 
     def device(self) -> dict[str, Any]:
-        """The device whose runs are reported."""
+        """Enrol a device. Return its tenant id and device id, for reports of runs."""
         with self.db.write() as session:
             _, code = devices.invite(session, tenant_id=self.tenant_id, release="tiny", alias="stable")
             device = devices.enrol(session, code=code, public_key="k", name="n", agent_version="0.1.0").device
@@ -67,11 +67,11 @@ class Keeping:
             )
 
     def apply(self, *, dry_run: bool = False) -> rules.Gone:
-        """Apply it."""
+        """Apply the rule."""
         return rules.apply(self.db, tenant_id=self.tenant_id, token_id=TOKEN, dry_run=dry_run)
 
     def left(self, kind: JobKind) -> list[str]:
-        """Ids of what is left of a kind, oldest first."""
+        """Return the ids of the artifacts of this kind that are left, oldest first."""
         with self.db.read() as session:
             query = select(Artifact.id).where(Artifact.kind == kind.value).order_by(Artifact.created_at)
             return list(session.scalars(query))

@@ -1,4 +1,4 @@
-"""Rollouts as rows, on both databases: what devices report is counted once, and decides."""
+"""Tests of rollouts in both databases: each device's report counts once and decides about the next wave."""
 
 from typing import Any
 

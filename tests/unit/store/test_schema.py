@@ -1,4 +1,4 @@
-"""The migrations make exactly the tables; the connections keep our rules."""
+"""Tests of the schema: migrations create exactly the tables, and connections follow the store's rules."""
 
 import os
 import shutil
@@ -65,13 +65,13 @@ def test_a_later_migration_keeps_a_row_of_every_table(url: str, tmp_path: Path) 
     migrate(url, later)
     assert _rows(engine) == {name: {**row, "added": 7} for name, row in before.items()}
     migrate(url, later)
-    with pytest.raises(IntegrityError), engine.begin() as connection:  # keys are kept too
+    with pytest.raises(IntegrityError), engine.begin() as connection:  # foreign keys are kept, too
         connection.execute(text("DELETE FROM tenants"))
     engine.dispose()
 
 
 def _row(table: Table) -> dict[str, object]:
-    """A value by each column's type: rows that have the same refer to each other."""
+    """Return one value per column, by its type. Equal values make the rows refer to each other."""
     values: dict[type[TypeEngine[Any]], object] = {
         Instant: datetime(2030, 1, 1, tzinfo=UTC),
         JSON: {"a": [1]},
@@ -88,7 +88,7 @@ def _row(table: Table) -> dict[str, object]:
 
 
 def _rows(engine: Engine) -> dict[str, dict[str, object]]:
-    """The one row of every table, as the database has it."""
+    """Return the only row of every table, as the database stores it."""
     with engine.connect() as connection:
         return {
             name: dict(connection.execute(text(f'SELECT * FROM "{name}"')).mappings().one())
@@ -97,7 +97,10 @@ def _rows(engine: Engine) -> dict[str, dict[str, object]]:
 
 
 def _with_another_migration(folder: Path, *statements: str) -> Path:
-    """Ours, and one that adds a column to every table; on SQLite, as most changes there, by a new table."""
+    """Copy the migrations, and add one that adds a column to every table.
+
+    On SQLite it recreates each table, as most changes there do.
+    """
     shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
     lines = ["import sqlalchemy as sa", "from alembic import op", "revision, down_revision = '9999', '0001'"]
     lines += ["branch_labels = depends_on = None", "def upgrade():"]
@@ -129,7 +132,7 @@ def test_a_schema_that_is_up_to_date_waits_for_no_writer(
         session.execute(text("SELECT 1"))  # a transaction begins with its first statement
         migrate(url)
         with pytest.raises(OperationalError, match="database is locked"), other.write() as second:
-            second.execute(text("SELECT 1"))  # it was locked indeed
+            second.execute(text("SELECT 1"))  # proves that the database was locked
     for each in (db, other):
         each.close()
 

@@ -1,4 +1,4 @@
-"""Trust metadata is kept by compare-and-set: who was slower works again on what is there now."""
+"""Tests of trust metadata, stored by compare-and-set: the slower writer repeats its change on new state."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -19,7 +19,7 @@ MANIFEST = b"{}"
 
 
 def opened(session: Session, tenant_id: str) -> tuple[Repository, int]:
-    """The repository, or a new one, and the timestamp that it was seen with."""
+    """Return the repository, or a new one, and the version of its timestamp."""
     found = trust.newest(session, tenant_id=tenant_id)
     if not found:
         return Repository.create(now=now(session), signers=SIGNERS), 0

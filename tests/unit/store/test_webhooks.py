@@ -1,4 +1,4 @@
-"""Webhooks: events become rows, which workers claim, send, and try again."""
+"""Tests of webhooks: events become rows, which workers claim, send and try again."""
 
 import hashlib
 import hmac
@@ -24,7 +24,10 @@ from tests.unit.store.conftest import Clock
 
 @contextmanager
 def receiver(*statuses: int, location: str | None = None) -> Iterator[tuple[str, list[Any]]]:
-    """A server that answers with these statuses, the last one for ever; its address and what came."""
+    """Run a server that answers with these statuses, and repeats the last one.
+
+    Yields its address and the list of received requests.
+    """
     left, came = list(statuses), list[Any]()
 
     class Handler(BaseHTTPRequestHandler):
@@ -77,7 +80,7 @@ def test_an_event_is_sent_once_and_its_signature_holds(db: Database, tenant_id: 
     assert (told["type"], told["data"]) == ("rollout.done", {"version": 2})
     row = delivery(db, tenant_id, webhook_id)
     assert (row.attempts, row.next_at, row.failure) == (1, None, None)
-    # As a receiver checks it, by the text of Standard Webhooks.
+    # A receiver checks the signature in this way, according to Standard Webhooks.
     assert headers["webhook-id"] == row.id
     assert headers["webhook-timestamp"] == str(int(clock.at.timestamp()))
     signed = f"{row.id}.{headers['webhook-timestamp']}.".encode() + body
