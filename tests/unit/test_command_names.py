@@ -1,4 +1,4 @@
-"""A command that is typed at the wrong program is named with the right one."""
+"""Tests of commands given to the wrong program: the error names the right one."""
 
 import pytest
 from typer.main import get_command

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the library's numeric packages."""
+"""Doctests of the library's numeric packages."""
 
 import doctest
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Bytes of tokens against the bytes that a byte-level tokenizer writes them in."""
+"""Tests of the bytes of tokens, against the texts of a byte-level tokenizer's tokens."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_every_byte_is_one_tokens() -> None:
     found_T = token_bytes(text, ends_T)
     assert found_T.sum() == len(text.encode())
     assert (found_T >= 0).all()
-    # A token's text in this tokenizer has one letter a byte; characters of several tokens stand at the first.
+    # Here, a token's text has one letter per byte. The bytes of a split character belong to its first token.
     written_T = np.array([len(token) for token in encoding.tokens])
     alone_T = np.diff(ends_T, prepend=0) > 0
     assert (found_T[alone_T] >= written_T[alone_T]).all()
@@ -58,12 +58,12 @@ def test_documents_that_are_cut_count_what_was_scored(max_tokens: int, prompt: s
         (answer,) = choices.answers
         written += sum(len(str(tokenizer.id_to_token(token))) for token in answer.ids[-answer.targets :])
     assert not bad
-    assert abs(data.test_bytes - written) <= 2 * 3 * len(texts)  # a character at either end of each
+    assert abs(data.test_bytes - written) <= 2 * 3 * len(texts)  # one character at either end of each text
     assert written > 20
 
 
 def test_what_begins_inside_a_character_stands_for_no_byte() -> None:
-    """No token begins a text here: of one character in several tokens the first is not predicted."""
+    """No token precedes the text. Of a character in several tokens, the first token is not a target."""
     bad: list[BadRow] = []
     data = data_of([document("漢")], 16, bad)
     assert len(data.test) == 1

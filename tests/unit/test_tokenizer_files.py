@@ -1,4 +1,4 @@
-"""The files beside a tokenizer, in all their forms."""
+"""Tests of the files beside a tokenizer, in all their forms."""
 
 import json
 
@@ -9,7 +9,10 @@ from permille.tokenizer_files import TokenizerFiles
 
 
 def read(**files: object) -> TokenizerFiles:
-    """Read files whose names have dots for the last underscore; what is no bytes is written as JSON."""
+    """Read files with these contents.
+
+    Keyword names have underscores for dots, and objects are written as JSON.
+    """
 
     def read_file(name: str) -> bytes | None:
         value = files.get(name.replace(".", "_"))

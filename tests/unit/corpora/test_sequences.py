@@ -1,4 +1,4 @@
-"""Token sequences: exact lengths, no reuse of a token, and the documented rule of selection."""
+"""Tests of token sequences: exact lengths, no token used twice, and the documented rule of selection."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from permille.errors import InputError
 
 
 class Letters:
-    """One token a character, after a 1 that begins each text."""
+    """A tokenizer with one token per character, after a 1 at the beginning of each text."""
 
     def encode(self, text: str) -> list[int]:
         return [1, *map(ord, text)]
@@ -51,13 +51,13 @@ def test_the_result_depends_on_corpus_and_seed_alone() -> None:
 
 
 def test_windows_with_the_smallest_philox_keys_win() -> None:
-    # Keys of windows 0 to 15 at seed 9: high and low word of Philox4x32-10 at (w, 0, 2**32 - 1, 2**32 - 2).
+    # Keys of windows w = 0 to 15 at seed 9: high and low word of Philox4x32-10 at (w, 0, 2^32 - 1, 2^32 - 2).
     from permille.zo.philox import philox4x32_10
 
     low, high, _, _ = philox4x32_10((np.arange(16), 0, 0xFFFFFFFF, 0xFFFFFFFE), 9)
     keys = (high << np.uint64(32)) | low
     winners = sorted(np.argsort(keys)[:2].tolist())
-    parts = ["".join(chr(300 + 10 * w + t) for t in range(3)) for w in range(16)]  # a window a text
+    parts = ["".join(chr(300 + 10 * w + t) for t in range(3)) for w in range(16)]  # one window per text
     found = token_sequences(Letters(), parts, 2, 4, seed=9)
     assert [(row[1] - 300) // 10 for row in found.tolist()] == winners
 

@@ -1,4 +1,4 @@
-"""Texts from files and streams: every row is used or counted."""
+"""Tests of texts from files and streams: every row is used or counted."""
 
 import gzip
 import json
@@ -144,7 +144,7 @@ def test_reading_stops_where_the_caller_does(tmp_path: Path) -> None:
 
 
 def write_mirror(root: Path) -> None:
-    """A few rows in the layout of allenai/c4: what `datasets` reads there, by its own code."""
+    """Write a few rows in the layout of allenai/c4, which `datasets` reads with its own code."""
     (root / "en").mkdir()
     names = [f"  - split: {split}\n    path: en/c4-{split}.*.json.gz" for split in ("train", "validation")]
     lines = ["---", "configs:", "- config_name: en", "  data_files:", *names, "---", ""]

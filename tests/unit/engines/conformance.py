@@ -36,7 +36,6 @@ class Conformance:
     """The rules for one engine on one package.
 
     Attributes:
-
         engine: the engine under test.
         tiny: the package of the engine, and its reference.
         loss_tolerance: bound on |loss - reference|, absolute. It also bounds the difference between two

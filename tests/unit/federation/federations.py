@@ -1,4 +1,4 @@
-"""Small federations, and devices with random integers."""
+"""Small federations, and contributions with random integers."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 
 
 def make_definition(*, queries: int = 4, total_steps: int = 30, **changes: Any) -> Definition:
-    """A federation of ten rounds of three steps; `log` holds changes of the history's header."""
+    """Return a federation of ten rounds of three steps. `log` contains changes of the history's header."""
     log = {"queries": queries, "total_steps": total_steps, "counts": (40, 0, 7)} | changes.pop("log", {})
     fields: dict[str, Any] = {
         "log": make_header(**log),
@@ -27,7 +27,7 @@ def make_definition(*, queries: int = 4, total_steps: int = 30, **changes: Any) 
 
 
 def split_log() -> dict[str, Any]:
-    """A header's changes for FedSPZO's estimator: two lower and four upper queries."""
+    """Return the header's changes for FedSPZO's estimator: two lower and four upper queries."""
     split = BlockSplit(first_upper_tensor=2, lower_queries=2)
     return {"estimator": EstimatorKind.SPLIT, "queries": 6, "split": split}
 
@@ -35,7 +35,7 @@ def split_log() -> dict[str, Any]:
 def make_contributions(
     history: History, devices: int, *, seed: int = 0, size: int = 300
 ) -> list[Contribution]:
-    """Contributions to the next round: normal integers; every third device stops before its last step."""
+    """Return contributions to the next round. Every third device stops before its last step."""
     rules = history.definition
     rng = np.random.default_rng(seed)
     made = []

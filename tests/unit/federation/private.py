@@ -1,4 +1,4 @@
-"""Small federations that promise privacy, with a keeper of their own."""
+"""Small federations with a promise of privacy, and their keeper."""
 
 import base64
 from typing import Any
@@ -23,7 +23,7 @@ KEEPER = Keeper(
 
 
 def make_private(*, mode: PrivacyMode = PrivacyMode.CENTRAL, **changes: Any) -> Definition:
-    """A federation with a clip of 1000, noise of four times that, and three rounds a device."""
+    """Return a federation with a clip of 1000, noise of four times the clip, and three rounds per device."""
     keeper = KEEPER if mode is PrivacyMode.KEEPER else None
     record: dict[str, Any] = {"noise_hundredths": 400, "participations": 3, "delta_exponent": 6}
     record["keeper"] = keeper
@@ -33,12 +33,12 @@ def make_private(*, mode: PrivacyMode = PrivacyMode.CENTRAL, **changes: Any) -> 
 
 
 def device_key(index: int) -> Ed25519PrivateKey:
-    """The key of one of many devices."""
+    """Return the key of a device."""
     return Ed25519PrivateKey.from_private_bytes(index.to_bytes(32, "little"))
 
 
 def make_masked(history: History, contributions: list[Contribution]) -> tuple[list[Masked], int]:
-    """Return these devices' masked messages, encoded and read again, and the size of one in bytes."""
+    """Return the devices' masked messages, encoded and decoded, and the size of a message in bytes."""
     rules = history.definition
     made, size = [], 0
     for index, each in enumerate(contributions):
@@ -50,5 +50,5 @@ def make_masked(history: History, contributions: list[Contribution]) -> tuple[li
 
 
 def norm_squared(vector_V: np.ndarray) -> int:
-    """In integers without a limit."""
+    """Return the squared norm in unlimited integers."""
     return sum(c * c for c in vector_V.tolist())

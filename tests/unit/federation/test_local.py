@@ -1,4 +1,4 @@
-"""A device's steps of a round: what plain arithmetic says, replayable, and the same bits after every kill."""
+"""Tests of a device's steps of a round: equal to plain arithmetic, replayable, bitwise equal after kills."""
 
 import math
 from collections.abc import Callable
@@ -45,7 +45,7 @@ DEFINITIONS: dict[str, dict[str, Any]] = {
 
 
 def definition_of(name: str) -> Definition:
-    """A federation whose units fit its rate."""
+    """Return a federation with a step unit that fits its rate."""
     changes = dict(DEFINITIONS[name])
     log = {"epsilon": 1e-3, "learning_rate": RATE} | changes.pop("log", {})
     exponent = (
@@ -55,7 +55,7 @@ def definition_of(name: str) -> Definition:
 
 
 def part_of(definition: Definition, *, rounds: int = 2) -> LocalRound:
-    """The next device's part after some rounds of other devices."""
+    """Return the next device's part, after some rounds of other devices."""
     history = History.begin(definition)
     for number in range(rounds):
         history.apply([combine(definition, number, make_contributions(history, 3, seed=number, size=40))])
@@ -72,12 +72,15 @@ def batches(_step: int) -> Batch:
 
 
 def plain_values(part: LocalRound, away_W: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the device's values after it has moved by `away_W`, in plain floats."""
+    """Return the device's values after a move by `away_W`, in plain floats."""
     return W_BASE.astype(np.float64) + part.start_W * 2.0**part.definition.log.step_unit_exponent + away_W
 
 
 def reference_step(part: LocalRound, away_W: NDArray[np.float64], step: int) -> NDArray[np.float64]:
-    """Return a step of exact derivatives, in plain floats: each block is the mean over its directions."""
+    """Return a step with exact derivatives, in plain floats.
+
+    Each block moves by the mean over its directions.
+    """
     header = part.definition.device_log()
     gradient_W = ENGINE.curvature_K * (plain_values(part, away_W) - ENGINE.target_K)
     z_QW = directions_of(part.definition.log, step).astype(np.float64)
@@ -93,7 +96,7 @@ def reference_step(part: LocalRound, away_W: NDArray[np.float64], step: int) -> 
 
 
 def reference_gradient(part: LocalRound) -> NDArray[np.float64]:
-    """Return the sum of all steps along a gradient, by Adam's formulas and a projection, in plain floats."""
+    """Return the sum of all gradient steps in plain floats, by Adam's formulas and a projection."""
     rules, away_W = part.definition, np.zeros(K)
     m_W, v_W, taken = np.zeros(K), np.zeros(K), 0
     for number in range(rules.steps):
@@ -136,7 +139,7 @@ def test_the_integers_add_up_to_the_local_state_and_alone_they_are_the_round(
     seen: list[NDArray[np.float32]] = []
 
     class Watched(QuadraticEngine):
-        """Notes where it was asked; a loss of the state itself comes last."""
+        """An engine that records the values of every gradient call."""
 
         def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> Any:
             seen.append(values_K.copy())
@@ -144,14 +147,15 @@ def test_the_integers_add_up_to_the_local_state_and_alone_they_are_the_round(
 
     watched = Watched(ENGINE.target_K.astype(np.float32), ENGINE.curvature_K.astype(np.float32))
     c_TQ = take_local_steps(part, watched, batches, tmp_path)
-    if seen:  # the point of each step is the state that the integers before it make
+    if seen:  # each step begins at the state of the integers before it
         first_W = values(W_BASE, part.start_W, definition.log.step_unit_exponent)
         for number, at_K in enumerate(seen[:: definition.local_steps]):
             exponent = definition.device_log().step_unit_exponent
             assert np.array_equal(at_K, values(first_W, part.moved(c_TQ[:number]), exponent))
     history = History.begin(definition)
     history.s_W, history.number = part.start_W, part.number
-    contribution = Contribution(  # of one device, so the pooled state is its own
+    # The only contribution, so the pooled state is that of the device.
+    contribution = Contribution(
         definition=definition,
         round_number=part.number,
         weight=1,
@@ -164,11 +168,11 @@ def test_the_integers_add_up_to_the_local_state_and_alone_they_are_the_round(
 
 
 class Killed(BaseException):
-    """A kill, as a test raises it."""
+    """A kill, raised by a test."""
 
 
 def killed_at(count: int) -> Callable[[int], Batch]:
-    """Batches of which the one after `count` others kills."""
+    """Return a function that returns `count` batches, and then raises `Killed`."""
     left = iter(range(count))
 
     def batch(_step: int) -> Batch:
@@ -196,7 +200,7 @@ def test_a_device_killed_before_any_batch_or_write_goes_on_with_the_same_integer
     torn.mkdir()
     take_local_steps(part, ENGINE, batches, torn)
     data = (torn / JOURNAL).read_bytes()
-    for cut in range(1, 12):  # the last record is torn: what Adam remembers holds it
+    for cut in range(1, 12):  # the last record is torn, but Adam's moments, if any, already contain its step
         (torn / JOURNAL).write_bytes(data[:-cut])
         assert np.array_equal(take_local_steps(part, ENGINE, batches, torn), expected_TQ)
         assert (torn / JOURNAL).read_bytes() == data

@@ -1,4 +1,4 @@
-"""A private round publishes the sum of bounded vectors and noise, and nothing else."""
+"""Tests of private rounds: they publish only the sum of bounded vectors and noise."""
 
 import json
 import math
@@ -76,7 +76,7 @@ def test_a_round_is_the_mean_of_vectors_and_noise() -> None:
     expected = sum(vector_of(each).astype(object) for each in contributions) + noise_V
     assert noise_V.std() > 1000
     assert sum_V.tolist() == list(expected)
-    assert made.weight_K.tolist() == [7, 7, 7]  # though every third device did two steps
+    assert made.weight_K.tolist() == [7, 7, 7]  # although every third device took two steps only
     assert made.u_KJ.reshape(-1).tolist() == [round(4 * int(a) / 7) for a in expected[:-1]]
     assert history.s_W.any()
 
@@ -88,7 +88,7 @@ def test_no_sum_of_a_private_federation_is_made_without_noise() -> None:
 
 
 def keeper_answers(data: bytes, noise_V: np.ndarray) -> bytes:
-    """Return a keeper's answers, without its memory of what it has opened."""
+    """Return a keeper's answer, without its memory of earlier rounds."""
     opening = decode_opening(data)
     total_V = np.zeros(vector_size(opening.definition), dtype=np.uint32)
     for key, seal, _ in opening.entries:
@@ -119,7 +119,8 @@ def test_a_masked_vector_says_nothing_without_the_keeper() -> None:
     seen = np.concatenate([make_masked(history, one)[0][0].masked_V for _ in range(400)])
     counts = np.bincount(seen >> 29, minlength=8)
     assert len(seen) == 400 * 13
-    assert ((counts - len(seen) / 8) ** 2 / (len(seen) / 8)).sum() < 40  # 7 degrees of freedom
+    # Chi-square with 7 degrees of freedom.
+    assert ((counts - len(seen) / 8) ** 2 / (len(seen) / 8)).sum() < 40
 
 
 def test_definitions_with_privacy_come_back_from_their_bytes() -> None:

@@ -1,4 +1,4 @@
-"""Rounds add up exactly, in any order, to what a stranger computes from the public bytes."""
+"""Tests of rounds: exact sums in any order, which anybody can compute from the public bytes."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ DEFINITIONS = {
 
 
 def run(definition: Definition, rounds: int = 4, devices: int = 7) -> tuple[History, bytes]:
-    """A federation of some rounds, the second one void; its history and the segment of all rounds."""
+    """Run a federation of some rounds, of which the second is void. Return its history and its segment."""
     history = History.begin(definition)
     made = []
     for number in range(rounds):
@@ -96,7 +96,7 @@ def test_the_pooled_state_is_the_mean_of_the_devices_models() -> None:
     header = json.loads(definition.log.to_bytes())
     models = np.array([reference.state(header, c.c_TQ.tolist()) for c in contributions])
     away_W = np.abs(history.s_W - (models * 2**definition.guard_bits).mean(axis=0))
-    # Half a unit for each of the 3 * 4 coefficients
+    # Half a unit for each of the 3 * 4 coefficients.
     assert away_W.max() <= 6
 
 

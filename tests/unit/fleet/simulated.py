@@ -1,4 +1,4 @@
-"""A rollout by the pure state machine alone: devices report, the clock goes on."""
+"""Simulation of a rollout by the state machine only: devices report, and the clock advances."""
 
 import random
 from collections import Counter
@@ -15,17 +15,20 @@ Ending = Callable[[random.Random], tuple[ReportCode, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The end of a simulated rollout, and the number of devices that had begun by then."""
+    """End of a simulated rollout, and the number of devices that had begun by then."""
 
     step: Step
     touched: int
 
 
 def simulate(ending: Ending, rules: Rules, *, devices: int = 1000, seed: int = 0) -> Run:
-    """Let `devices` report one after the other, a sweep after each, until the rollout ends or stops.
+    """Let `devices` report one after the other, with a sweep after each, until the rollout ends or stops.
 
     Args:
-        ending: how a device ends, and its difference of the loss.
+        ending: draws the end of a device, and its difference of the loss.
+        rules: the rules of the rollout.
+        devices: the number of devices.
+        seed: the seed of the draws.
     """
     rng, codes = random.Random(seed), Counter[ReportCode]()
     wave = looks = done = ok = last = judged = worse = 0

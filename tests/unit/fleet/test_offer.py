@@ -1,4 +1,4 @@
-"""The signed record of a rollout: who takes part, and what is no record."""
+"""Tests of a rollout's signed record: who takes part, and which records are refused."""
 
 from dataclasses import replace
 from itertools import pairwise

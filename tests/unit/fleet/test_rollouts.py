@@ -1,4 +1,4 @@
-"""The state machine of rollouts: when waves open, what stops them, how seldom a good version stops."""
+"""Tests of the rollouts' state machine: opening of waves, reasons to stop, and the rate of false stops."""
 
 import random
 from dataclasses import replace
@@ -13,9 +13,9 @@ from tests.unit.fleet.simulated import BEGIN, Ending, simulate
 
 RULES = Rules(waves=("20%", "100%"), min_reports=100, success_percent=99.0)
 NOISE = 0.01
-"""Of the difference that a device measures between two trainings."""
+"""Standard deviation of the difference that a device measures between two trainings."""
 FAILING = 0.001
-"""Of devices whose version is good."""
+"""Share of failures among devices with a good version."""
 
 
 def good(rng: random.Random) -> tuple[ReportCode, float]:
@@ -56,7 +56,7 @@ def test_a_bad_version_stops_in_the_first_wave(ending: Ending, reasons: set[Reas
 
 
 def test_a_rare_crash_stops_in_the_first_wave_where_it_shows() -> None:
-    """Two of a hundred: the first 200 devices have four on average, and two are allowed."""
+    """With a rate of 2%, the first 200 devices have four crashes on average. Two are allowed."""
     runs = [simulate(failing(0.02, ReportCode.CRASH), RULES, seed=seed) for seed in range(200)]
     assert sum(run.step.wave == 0 and run.step.reason is not None for run in runs) >= 140
     assert all(run.step.reason is not None for run in runs), "the last wave shows it in any case"
@@ -128,7 +128,7 @@ def test_a_look_is_taken_once_and_each_is_stricter() -> None:
 
 @pytest.mark.parametrize(("mean", "loss", "general"), [(0.03, True, False), (0.05, True, True)])
 def test_a_mean_that_surely_rose_stops(mean: float, loss: bool, general: bool) -> None:
-    """0.03 is surely above the limit of losses, and not surely above that of general text."""
+    """A rise of 0.03 is surely above the limit of losses, but not surely above that of general text."""
     rise, tally = Moments(n=40, mean=mean, deviation=0.02), Tally(codes={ReportCode.OK: 40}, judged=40)
     found = advance(standing(), RULES, replace(tally, losses=rise), BEGIN).reason
     assert found is (Reason.LOSS if loss else None)

@@ -1,4 +1,4 @@
-"""Exact bounds against scipy's."""
+"""Tests of exact bounds against scipy."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Maintenance windows: cron, durations, time zones, and the nights on which clocks change."""
+"""Tests of maintenance windows: cron, durations, time zones and daylight saving time."""
 
 from datetime import UTC, datetime
 

@@ -1,4 +1,4 @@
-"""A keeper in a process of its own, also one that dies at a named step."""
+"""A keeper in its own process, which can die at a named step."""
 
 import os
 import signal
@@ -21,12 +21,12 @@ STEPS = ("asked", "opened", "drawn", "kept", "answering")
 
 
 def die(*_: Any, **__: Any) -> Any:
-    """Kill this process. SIGKILL leaves of it the same as a power failure."""
+    """Kill this process. For its files, SIGKILL has the effect of a power failure."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arm(step: str) -> None:
-    """Have this process die at a step of its next answer."""
+    """Let this process die at the named step of its next answer."""
     draw, keep, send = draw_round_noise, Memory.answer_once, _Handler._send
 
     def half(handler: Any, status: Any, body: bytes) -> None:
@@ -51,7 +51,7 @@ def arm(step: str) -> None:
 def running(
     home: Path, port: int = 0, step: str | None = None
 ) -> Iterator[tuple[int, "subprocess.Popen[str]"]]:
-    """A keeper that listens on loopback: its port and its process."""
+    """Run a keeper on loopback. Yields its port and its process."""
     command = [sys.executable, "-m", "tests.unit.keeper.keepers", step or "-", "--home", str(home), "run"]
     process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.PIPE, text=True)
     try:
@@ -65,7 +65,7 @@ def running(
 
 
 def wait_until_dead(process: "subprocess.Popen[str]") -> int:
-    """The signal that ended it."""
+    """Return the number of the signal that ended the process."""
     until = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
@@ -73,7 +73,7 @@ def wait_until_dead(process: "subprocess.Popen[str]") -> int:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """A keeper's command line after the step to die at."""
+    """Run a keeper's command line. The first argument is the step at which to die."""
     arm(arguments[0])
     main(arguments[1:])
 

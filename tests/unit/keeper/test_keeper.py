@@ -1,4 +1,4 @@
-"""A keeper answers every set once, whatever ends it; a second set, a stranger and a flood get nothing."""
+"""Tests of a keeper: one answer per set after any kill, and refusal of second sets, strangers and floods."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def site(home: Path) -> Iterator[tuple[Definition, str]]:
-    """A running keeper: a federation that names it, and its token."""
+    """Run a keeper. Yields a federation with this keeper, and its token."""
     with running(home) as (port, _):
         yield federation(home, port), (home / "keeper.token").read_text()
 
@@ -53,7 +53,7 @@ def federation(home: Path, port: int) -> Definition:
 
 
 def send_all(rules: Definition) -> tuple[list[Contribution], list[Masked]]:
-    """Return the contributions that devices computed, and the masked ones that they sent."""
+    """Return the contributions of the devices, and their masked messages."""
     history = History.begin(rules)
     plain, masked = make_contributions(history, DEVICES), []
     for index, each in enumerate(plain):
@@ -115,7 +115,7 @@ def test_a_keeper_killed_at_any_step_gives_one_answer(home: Path, step: str) -> 
 
 
 def test_what_was_kept_before_a_kill_is_the_answer(home: Path) -> None:
-    """Noise that was drawn and kept but reached nobody is the noise of this set."""
+    """Noise that was stored before a kill is used for the answer, although nobody received it."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     rules, token = federation(home, port), (home / "keeper.token").read_text()
@@ -194,7 +194,7 @@ def test_a_keepers_files_are_its_own_and_its_key_stays(home: Path) -> None:
 
 @contextmanager
 def lying(parts: Iterator[bytes]) -> Iterator[int]:
-    """Something in the keeper's place that says these bytes, one after the other, to one caller; its port."""
+    """Send these parts to one caller, in place of a keeper. Yields the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def say() -> None:

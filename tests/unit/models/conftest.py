@@ -1,4 +1,4 @@
-"""A tiny saved model, as transformers writes it."""
+"""Fixtures: a tiny model, and its folder as saved by transformers."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""GGUF files for tests: exported, converted to folders, and written again with some parts changed."""
+"""GGUF files for tests: exported, converted to folders, and rewritten with changes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,19 +15,19 @@ from tests.unit.engines.gguf_packages import exported_package
 
 
 def written(package: Package, folder: Path) -> Path:
-    """The package as a GGUF file of float32."""
+    """Write the package as a GGUF file in float32."""
     export_gguf(package, None, folder, kind="f32")
     return folder / "model.gguf"
 
 
 def coded_file(folder: Path, kinds: Sequence[str], family: str = "llama") -> Path:
-    """A random model's file whose linears are in these types in turn, embedding and head in Q8_0."""
+    """Write a random model's file. Its linear layers have these types in turn, the tables are Q8_0."""
     package = exported_package(folder / "blobs", family, changes={"intermediate_size": 64})
     return coded(written(package, folder / "float32"), folder / "coded.gguf", kinds)
 
 
 def coded(path: Path, target: Path, kinds: Sequence[str]) -> Path:
-    """A file again, as `coded_file`."""
+    """Write a file again, with the types of `coded_file`."""
     reader = GGUFReader(path)
     matrices = [tensor for tensor in reader.tensors if len(tensor.shape) == 2]
     names = [tensor.name for tensor in matrices if tensor.name.startswith("blk.")]
@@ -51,7 +51,7 @@ def rewritten(
     tensors: dict[str, tuple[Any, GGMLQuantizationType]],
     keys: dict[str, Any] | None = None,
 ) -> Path:
-    """The same file with some tensors and keys added, or in place of its own."""
+    """Write the file again. Tensors and keys are added or replace those of the file."""
     own = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     own |= keys or {}
     writer = GGUFWriter(path, own.pop("general.architecture"))

@@ -1,4 +1,4 @@
-"""The catalogue of published models: what is computed equals what their publishers tell."""
+"""Tests of the catalogue of published models: computed numbers equal the published ones."""
 
 import pytest
 
@@ -19,7 +19,10 @@ def test_every_family_has_a_published_model() -> None:
 
 
 def test_sizes_are_those_of_packages_that_were_made() -> None:
-    """Of docs/results/real-model.md, whose packages have a tokenizer (SmolLM2's takes 2 MB) or none."""
+    """The sizes are those in docs/results/real-model.md.
+
+    SmolLM2's package has a tokenizer of 2 MB, the others have none.
+    """
     smol = BY_NAME["SmolLM2-135M-Instruct"]
     assert smol.ran is Ran.REAL
     assert 0.95 * 92.9e6 < smol.package_bytes(Scheme.NF4) < 92.9e6

@@ -1,4 +1,4 @@
-"""Reading a model folder without torch, and refusing what is not a model."""
+"""Tests of reading a model folder without torch, and of refusing other folders."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Models as they were published years ago: pickled weights, and tokenizers of several files."""
+"""Tests of old published models: pickled weights, and tokenizers of several files."""
 
 import os
 import pickle

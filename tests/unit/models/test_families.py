@@ -1,4 +1,4 @@
-"""Check families.py on a config against the state dict that transformers builds from the same config."""
+"""Tests of families.py against the state dicts that transformers builds from the same configs."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""GGUF files as models: there and back by our exporter, beside transformers' own loader, and forged files."""
+"""Tests of GGUF files as models: round trips by the exporter, transformers' own loader, and forged files."""
 
 import json
 import struct
@@ -164,7 +164,7 @@ def test_tokenizer_and_template_come_back(kind: str, tmp_path: Path) -> None:
 def test_tensors_and_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # transformers' loader leaves a Llama's biases out.
+    # transformers' loader omits a Llama's biases.
     changes = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
     package = exported_package(tmp_path / "blobs", family, changes=changes)
     path, folder = written(package, tmp_path / "export"), tmp_path / "folder"
@@ -177,7 +177,7 @@ def test_tensors_and_tokens_are_those_of_transformers(family: str, tmp_path: Pat
     ids = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(ours(ids).logits, theirs(ids).logits)
-    if family != "llama":  # there transformers cuts text as Qwen does, whatever the file says
+    if family != "llama":  # for Qwen2, transformers splits text as Qwen does, regardless of the file
         return
     tokenizers = [AutoTokenizer.from_pretrained(folder)]
     tokenizers.append(AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
@@ -220,7 +220,7 @@ def test_blocks_of_256_are_decoded(name: str, tmp_path: Path) -> None:
 
 
 def test_types_that_are_not_read_are_refused_by_name(llama: Path, tmp_path: Path) -> None:
-    data = np.zeros((64, 64 // 32 * 24), np.uint8)  # as large as the bytes of Q5_1 blocks
+    data = np.zeros((64, 64 // 32 * 24), np.uint8)
     kind = GGMLQuantizationType.IQ4_NL
     data = np.zeros((64, 64 // 32 * 18), np.uint8)
     path = rewritten(GGUFReader(llama), tmp_path / "o.gguf", {"blk.0.attn_output.weight": (data, kind)})
@@ -408,7 +408,7 @@ def test_scores_that_are_texts_are_refused(tmp_path: Path) -> None:
 def test_tensors_over_each_others_bytes_are_refused(llama: Path, tmp_path: Path) -> None:
     data = bytearray(llama.read_bytes())
     name = b"blk.0.ffn_up.weight"
-    at = data.index(name) + len(name) + 4 + 8 * 2 + 4  # behind dimensions and type: the offset
+    at = data.index(name) + len(name) + 4 + 8 * 2 + 4  # the tensor's offset, after its dimensions and type
     data[at : at + 8] = struct.pack("<Q", 0)
     path = tmp_path / "over.gguf"
     path.write_bytes(data)

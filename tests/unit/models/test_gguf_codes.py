@@ -1,4 +1,4 @@
-"""A GGUF file's own codes from file to package, engines and file again."""
+"""Tests of a GGUF file's own codes in packages, engines and exported files."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Package
 
 
 def differing(first: Path, second: Path) -> list[str]:
-    """Names of tensors whose types or bytes are not the same."""
+    """Return the names of tensors with different types or bytes."""
     ours, theirs = GgufFile(first), GgufFile(second)
     assert ours.tensors.keys() == theirs.tensors.keys()
     return [

@@ -1,4 +1,4 @@
-"""A few hundred forged GGUF files of the ten-minute fuzzer, the same ones each time."""
+"""A fixed sample of some hundred forged GGUF files of the ten-minute fuzzer."""
 
 from pathlib import Path
 

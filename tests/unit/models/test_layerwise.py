@@ -1,4 +1,4 @@
-"""A checkpoint run one decoder layer at a time gives the bits of the whole model."""
+"""Tests of running a checkpoint layer by layer: the same bits as the whole model."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models come from below a root, or from a hub repository at a full commit."""
+"""Tests of model sources: folders below a root, and hub repositories at a full commit."""
 
 from pathlib import Path
 

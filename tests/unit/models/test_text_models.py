@@ -1,4 +1,4 @@
-"""The text model of checkpoints with vision is read as a model of its own."""
+"""Tests of checkpoints with vision: their text model is read as a separate model."""
 
 import json
 from pathlib import Path
@@ -130,7 +130,7 @@ def test_a_config_without_its_text_part_or_with_codes_is_refused(case: tuple[Any
 
 
 def test_what_a_published_config_of_gemma_3_leaves_out_is_transformers_default() -> None:
-    """gemma-3-4b-it names four sizes of its text model and no heads."""
+    """The config of gemma-3-4b-it has four sizes of its text model, but no numbers of heads."""
     inner = {
         "hidden_size": 2560,
         "intermediate_size": 10240,

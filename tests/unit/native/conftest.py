@@ -1,4 +1,4 @@
-"""A test with a `path` runs on all that this machine has: numpy, each compiled path, NEON if emulated."""
+"""Fixtures of the native kernels' paths: numpy, each compiled path of this machine, and emulated NEON."""
 
 import os
 
@@ -7,13 +7,13 @@ import pytest
 from permille.native import library
 from tests.unit.native.emulated import EmulatedNeon
 
-# `make test-neon` sets it: cross compiler and emulator are too heavy to install for `make test`
+# `make test-neon` sets the variable. `make test` should not need a cross compiler and an emulator.
 NEON = ["emulated-neon"] if os.environ.get("PERMILLE_TEST_NEON") else []
 COMPILED = [*library.paths(), *NEON]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`path`: all of them; `compiled`: without numpy."""
+    """Run tests with `path` on all paths, and tests with `compiled` on all except numpy."""
     if "path" in metafunc.fixturenames:
         metafunc.parametrize("path", ["numpy", *COMPILED], indirect=True)
     if "compiled" in metafunc.fixturenames:
@@ -22,7 +22,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def neon(tmp_path_factory: pytest.TempPathFactory) -> EmulatedNeon:
-    """Compiled once for the session."""
+    """Return the emulated NEON path, compiled once per session."""
     return EmulatedNeon(tmp_path_factory.mktemp("neon"))
 
 
@@ -39,13 +39,13 @@ def _use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The path in use while the test runs."""
+    """Use one path during the test. Returns its name."""
     return _use(request, monkeypatch)
 
 
 @pytest.fixture
 def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> library.Library:
-    """The library of one compiled path, in use while the test runs."""
+    """Use one compiled path during the test. Returns its library."""
     _use(request, monkeypatch)
     loaded = library.load()
     assert loaded is not None

@@ -1,6 +1,6 @@
-"""The NEON path on a machine of another kind: cross-compiled, each call run by an emulator.
+"""The NEON path on other machines: it is cross-compiled, and an emulator runs each call.
 
-A call's arguments go into a file, `neon_driver.c` calls the kernel and writes all arrays back.
+The arguments of a call are written to a file. `neon_driver.c` calls the kernel and writes all arrays back.
 """
 
 import shutil
@@ -31,7 +31,7 @@ _FLAGS = (
 
 
 class EmulatedNeon(Library):
-    """Has the interface of a library; a call takes some 20 ms."""
+    """A library that runs each call in an emulator. A call takes some 20 ms."""
 
     def __init__(self, folder: Path) -> None:
         self.path = "neon"
@@ -47,7 +47,7 @@ class EmulatedNeon(Library):
         subprocess.run([COMPILER, *_FLAGS, include, *sources, "-o", self._program], check=True)
 
     def call(self, name: str, *arguments: Argument) -> int:
-        """Run one kernel; arrays that it wrote are copied back."""
+        """Run a kernel, and copy its arrays back."""
         plain = [given.array if isinstance(given, Held) else given for given in arguments]
         request, answer = self._folder / "request", self._folder / "answer"
         with self._one_at_a_time:

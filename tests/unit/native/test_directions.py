@@ -1,4 +1,4 @@
-"""Directions, perturbed values, updates and replay: the integers and the bits of numpy, on every path."""
+"""Tests of directions, perturbed values, updates and replay: every path gives the bits of numpy."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ COUNTS = (5, 0, 129, 40, 8193, 1)
 
 
 def test_golden_vectors_hold_on_every_path(path: str) -> None:
-    for vector in GOLDEN["vectors"][:10]:  # the plain ones
+    for vector in GOLDEN["vectors"][:10]:  # the vectors without a split and without groups
         seed, step, query = int(vector["seed"], 16), vector["step"], vector["query"]
         z_K = direction(seed=seed, step=step, query=query, counts=(5, 0, 129, 40))
         assert (z_K[:12].tolist(), int(z_K.sum())) == (vector["first"], vector["sum"])
@@ -104,7 +104,7 @@ def test_groups_and_their_sums_are_those_of_numpy(
 
 
 def test_many_large_coefficients_of_one_sign_do_not_overflow(compiled: library.Library) -> None:
-    step_D = np.zeros(4096, np.int64)  # always the same direction, so sums are as large as they can be
+    step_D = np.zeros(4096, np.int64)  # the same direction 4096 times gives the largest sums
     for c in (4095, 32767, 2**31 - 1, -(2**31) + 1):
         sums = Combination(seed=1, step_D=step_D, query_D=step_D, c_D=np.full(4096, c))
         assert set(sums.over((128,), slice(0, 1)).tolist()) == {-4096 * c, 4096 * c}

@@ -1,4 +1,4 @@
-"""Eight-bit activations against int4 codes: exact integers, the same bits on every path."""
+"""Tests of eight-bit activations with int4 codes: exact integers, and the same bits on every path."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def _rows(
 def _product(
     weight: PackedRows, x_MK: NDArray[np.float32], first: int = 0, last: int | None = None
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
-    """(q, scales, out)."""
+    """Return the quantized tokens, their scales and the product."""
     rows, columns = weight.shape
     last = rows if last is None else last
     q_MP = np.empty((len(x_MK), padded(columns)), np.uint8)
@@ -76,7 +76,7 @@ def test_every_path_has_the_bits_of_numpy(
 
 @pytest.mark.usefixtures("path")
 def test_the_largest_numbers_do_not_overflow() -> None:
-    """All activations 1 or 255 and all codes -8 or 7: the largest sums of 16 bits."""
+    """Activations of 1 or 255 with codes of -8 or 7 give the largest 16-bit sums."""
     for byte, code in ((0x00, -8), (0xFF, 7)):
         weight = _rows(np.full(8 * 64 // 2, byte, np.uint8), np.ones((8, 2), np.float32), 32, (8, 64))
         for sign in (1, -1):

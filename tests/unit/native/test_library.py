@@ -1,4 +1,4 @@
-"""Building and finding the library: what is missing or foreign is replaced by numpy, never by a crash."""
+"""Tests of building and finding the library: numpy replaces a missing or foreign library without a crash."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ def forget() -> None:
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield the path of a library that is not there. Nothing is loaded yet, and nothing of the test stays."""
+    """Yield the path of a library that does not exist. Forget loaded libraries before and after the test."""
     monkeypatch.delenv(library.VARIABLE, raising=False)
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     forget()
@@ -38,7 +38,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_sources_compile_for_every_target_of_this_machine(tmp_path: Path) -> None:
-    targets = build(tmp_path / LIBRARY_NAME, flags="-O0")  # with -O3 below, in a wheel
+    targets = build(tmp_path / LIBRARY_NAME, flags="-O0")  # -O3 is tested with a wheel below
     assert LIBRARY_NAME == library.LIBRARY_NAME
     assert targets == list(native_build._targets(platform.machine()))
     assert [file.name for file in tmp_path.iterdir()] == [LIBRARY_NAME]
@@ -113,7 +113,7 @@ def test_a_kernel_that_is_not_there_is_an_error_that_says_what_to_do() -> None:
 
 
 def test_a_cut_library_is_not_mapped(fresh: Path) -> None:
-    """A process that touched the missing pages would end by a signal."""
+    """Otherwise, access to the missing pages would kill the process."""
     build(fresh, flags="-O0")
     content = fresh.read_bytes()
     for size in (len(content) - 1, len(content) // 2):
@@ -141,7 +141,7 @@ def test_a_place_that_cannot_be_written_is_one_line_and_leaves_nothing(
 
 @pytest.mark.parametrize("content", [b"", b"not a library"])
 def test_a_file_that_is_no_library_is_not_used(content: bytes, fresh: Path) -> None:
-    assert library.load() is None  # one that was never built is no news
+    assert library.load() is None  # without a build, there is no warning
     fresh.write_bytes(content)
     forget()
     with pytest.warns(RuntimeWarning, match="cannot be loaded, so numpy does its work"):
@@ -198,7 +198,7 @@ def test_the_image_gets_what_it_copies_and_no_library_of_the_host() -> None:
 
 
 def test_a_wheel_never_carries_a_library_that_was_built_before(tmp_path: Path) -> None:
-    """As in an image, where no .gitignore hides it."""
+    """This is the case in an image, which has no .gitignore."""
     for name in _what_the_image_copies():
         place = tmp_path / "tree" / name
         if (ROOT / name).is_dir():

@@ -1,4 +1,4 @@
-"""The sparse product and the product of a token: against float64, and the same bits where promised."""
+"""Tests of the sparse product and of a token's product against float64, with equal bits if promised."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ SHAPE = (53, 96)
 def _sparse(
     tokens: int, queries: int = 3
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-    """x, the entries and their indices; some rows have none, one has many."""
+    """Return x, the entries and their indices. Some rows have no entry, and one has many."""
     rng = np.random.default_rng(tokens)
     flat = np.sort(rng.choice(SHAPE[0] * SHAPE[1], 90, replace=False))
     flat = np.unique(np.concatenate([flat[flat // SHAPE[1] % 5 > 0], np.arange(7 * 96, 7 * 96 + 40)]))
@@ -55,7 +55,7 @@ def test_sparse_product_has_the_same_bits_on_every_path_and_for_every_batch(
     assert np.array_equal(scalar_QMN, whole_QMN)
 
 
-# Runs of whole groups, rows that end within a group, and columns that only decoding can take
+# Shapes of whole groups, of rows that end within a group, and of columns that only decoding supports.
 PACKED = [
     (Scheme.NF4, 64, (300, 256)),
     (Scheme.NF4, 64, (30, 96)),
@@ -73,7 +73,7 @@ PACKED = [
 
 
 def coded(w_NK: NDArray[np.float32], scheme: Scheme | str, group_size: int) -> QuantizedTensor:
-    """A weight in a scheme, or as scheme `source` keeps a type."""
+    """Return a weight in a scheme, or in a GGUF type that scheme `SOURCE` keeps."""
     if isinstance(scheme, Scheme):
         return quantize(w_NK, scheme, group_size)
     return kept(w_NK, scheme)
@@ -91,7 +91,7 @@ def test_product_of_a_token_has_codes_values_and_bias_wherever_it_is_cut(
     w_NK.reshape(-1)[flat] += value_C
     x_1K = rng.normal(size=(1, shape[1])).astype(F32)
     bound_1N = 1e-6 * (np.abs(x_1K) @ np.abs(w_NK).T + 1)
-    # Elsewhere the product is the system's, which promises no bits.
+    # Other products come from the system's BLAS library, which does not promise equal bits.
     exact = (
         path not in ("numpy", "scalar") and (scheme is not Scheme.NF4 or shape[1] == 256) and shape[1] != 191
     )

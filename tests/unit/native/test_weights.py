@@ -1,4 +1,4 @@
-"""Rows of codes, values into tiles, widening: the quantizer's own bits on every path."""
+"""Tests of decoding rows, setting values in tiles, and widening: every path gives the quantizer's bits."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from permille.quantization.packed_rows import PackedRows, decoded_at
 from permille.quantization.types import QuantizedTensor, Scheme
 from tests.unit.package.tiny import kept
 
-# Odd columns, groups that end within a row, rows that begin within a byte or a block
+# Odd columns, groups that end within a row, and rows that begin within a byte or a block.
 CASES = [
     (Scheme.NF4, 64, (37, 191)),
     (Scheme.NF4, 64, (24, 256)),
@@ -29,9 +29,9 @@ CASES = [
 
 
 def quantized(scheme: Scheme | str, group_size: int, shape: tuple[int, int]) -> QuantizedTensor:
-    """A seeded weight with a group of zeros and one of large values."""
+    """Return a seeded weight with a group of zeros and a group of large values."""
     w_NK = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    # Scales of blocks are float16.
+    # Scales of GGUF blocks are float16, so their values must be smaller.
     w_NK[shape[0] // 2] *= 1e30 if isinstance(scheme, Scheme) else 1e3
     w_NK[-1] = 0
     if not isinstance(scheme, Scheme):

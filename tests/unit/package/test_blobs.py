@@ -1,4 +1,4 @@
-"""Blobs appear whole or not at all, whatever happens to their writer."""
+"""Tests of blobs: they are complete or absent, even if their writer dies."""
 
 import errno
 import hashlib

@@ -1,4 +1,4 @@
-"""Hashes by blocks: what the list holds, what counts as damaged, and that mending restores every bit."""
+"""Tests of hashes by blocks: the contents of the list, detection of damage, and exact repair."""
 
 import hashlib
 from pathlib import Path
@@ -13,7 +13,7 @@ from permille.package.manifest import Layer
 from permille.package.reader import Package
 from tests.unit.package.tiny import LLAMA, write_tiny
 
-# sha256sum of head -c 1048576 /dev/zero, and of one more zero byte.
+# Results of sha256sum for `head -c 1048576 /dev/zero`, and for one zero byte.
 MEBIBYTE_OF_ZEROS = "30e14955ebf1352266dc2ff8067e68104607e750abb9d3b36582b8af909fcb58"
 ONE_ZERO = "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d"
 

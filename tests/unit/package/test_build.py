@@ -1,4 +1,4 @@
-"""A package of a model folder: what a notebook calls, and the last step of a build."""
+"""Tests of building a package from a model folder, as notebooks and the last step of a build do."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def mask(checkpoint: Checkpoint) -> Mapping[str, NDArray[np.uint32]]:
-    """A random mask of the upper block; tensors of the other are not named."""
+    """Return a random mask of the upper decoder layer. It does not contain tensors of the other layer."""
     return select_mask(checkpoint.weights("layers:1-1"), MaskMethod.RANDOM, 0.05, seed=3)
 
 

@@ -1,4 +1,4 @@
-"""Canonical JSON: one value, one byte string."""
+"""Tests of canonical JSON: each value has one byte string."""
 
 import json
 from typing import Any

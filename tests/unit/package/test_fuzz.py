@@ -1,4 +1,4 @@
-"""A few hundred forged packages of the ten-minute fuzzer, the same ones each time."""
+"""A fixed sample of some hundred forged packages of the ten-minute fuzzer."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def test_no_forged_package_crashes_the_reader(tmp_path: Path) -> None:
         fuzzer.attempt(number)
     codes = fuzzer.tally.codes
     assert set(codes) - {"accepted"} <= documented_codes()
-    # The changes get past the first check, and some leave a good package.
+    # The changes reach later checks, and some leave the package valid.
     assert len(codes) > 15 and codes["accepted"] > 0
     assert codes["plain-not-finite"] > 0, "nor are they all found by the hashes of blocks"
 

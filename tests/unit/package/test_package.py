@@ -1,4 +1,4 @@
-"""Packages that are written are opened again, bit for bit, and change only where their inputs changed."""
+"""Tests of packages: an exact round trip, and digests that change only with the inputs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -153,7 +153,7 @@ def test_a_manifest_is_not_written_for_a_package_that_would_not_open(blobs: Blob
 
 
 def test_layers_are_streamed(blobs: BlobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor is handed on before the next one is asked for."""
+    """The writer stores each tensor before it asks for the next one."""
     held, most = 0, 0
     honest: Callable[..., None] = SafetensorsWriter.add
 
@@ -225,7 +225,10 @@ def test_cleaning_drops_what_is_not_a_setting() -> None:
 
 
 def test_a_float32_program_of_a_tied_table_in_8_bits_has_room(blobs: BlobFolder) -> None:
-    """At SmolLM2's size: 34 bytes for 32 numbers in the package, twice four bytes a number in the program."""
+    """The numbers are of SmolLM2's size.
+
+    32 numbers take 34 bytes in the package, and 8 bytes each in the program.
+    """
     manifest = Package.open(blobs, write_tiny(blobs, embeddings=Embeddings.Q8_0).digest).manifest
     numbers, blocks = 49152 * 576, 0
     sizes = {Role.PLAIN: numbers * 34 // 32}

@@ -1,4 +1,4 @@
-"""The cost of a download is known before it starts."""
+"""Tests of download plans: the costs are known before the start."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The reference of a package: what a reader refuses, and that it is a part of the package."""
+"""Tests of a package's reference: it is a part of the package, and readers refuse bad ones."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tests.unit.engines.tiny import VOCABULARY, tiny_package
 
 
 class NumberedChat:
-    """A chat template whose prompts are numbers."""
+    """A chat template with prompts of made-up tokens."""
 
     def prompt(self, question: str) -> NDArray[np.int64]:
         return np.array([1, 2 + len(question) % 20, 3])
@@ -64,7 +64,7 @@ def test_base_is_not_pulled(package: Package) -> None:
 def test_steps_go_round_text_and_chat(package: Package) -> None:
     reference = Reference.of(package)
     assert reference is not None
-    # 3 texts and 8 chat turns: the pair of a step comes again after 24 steps.
+    # There are 3 texts and 8 chat turns, so the pair of a step repeats after 24 steps.
     first, again, next_ = (reference.pull(step).input_ids_BT for step in (0, 24, 1))
     np.testing.assert_array_equal(first, again)
     assert (first != next_).any()

@@ -1,4 +1,4 @@
-"""The container: what others read of ours, what we read of ours, and disks that fill up."""
+"""Tests of safetensors files: compatibility with the reference library in both directions, and full disks."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""A tiny package of random numbers, made without torch, for the tests of this room and of others to open."""
+"""A tiny package of random numbers, made without torch. Other folders of tests use it, too."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,12 +36,12 @@ LLAMA: dict[str, Any] = {
 
 
 WIDE = LLAMA | {"intermediate_size": 64}
-"""Rows that blocks of 32 fill."""
+"""Configuration with rows that blocks of 32 fill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiny:
-    """A written package and what went into it."""
+    """A written package, and its inputs."""
 
     blobs: BlobFolder
     digest: str
@@ -51,7 +51,7 @@ class Tiny:
 
 
 def random_weights(config: Mapping[str, Any], *, seed: int = 0, dtype: str = "F32") -> dict[str, RawTensor]:
-    """Random tensors of a whole checkpoint."""
+    """Return random tensors of a whole checkpoint."""
     rng = np.random.default_rng(seed)
     weights = {}
     for name, shape in expected_tensors(config).items():
@@ -61,7 +61,7 @@ def random_weights(config: Mapping[str, Any], *, seed: int = 0, dtype: str = "F3
 
 
 def as_dtype(name: str, numbers: NDArray[np.float32], dtype: str) -> RawTensor:
-    """float32 numbers in another dtype; bf16 by cutting, which is a bf16 number like any other."""
+    """Convert float32 numbers to another dtype. For bf16, the lower 16 bits are cut off."""
     if dtype == "BF16":
         data = (numbers.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
     else:
@@ -70,7 +70,7 @@ def as_dtype(name: str, numbers: NDArray[np.float32], dtype: str) -> RawTensor:
 
 
 def random_mask(config: Mapping[str, Any], *, seed: int = 0, count: int = 5) -> dict[str, NDArray[np.uint32]]:
-    """`count` random positions of every linear layer."""
+    """Return `count` random positions of every linear layer."""
     rng = np.random.default_rng([seed, 1])
     return {
         name: np.sort(rng.choice(rows * columns, count, replace=False)).astype(np.uint32)
@@ -79,7 +79,7 @@ def random_mask(config: Mapping[str, Any], *, seed: int = 0, count: int = 5) -> 
 
 
 def kept(w_NK: NDArray[np.float32], name: str) -> QuantizedTensor:
-    """A weight in a GGUF file's type, as scheme `source` keeps it."""
+    """Return a weight in a GGUF type, as scheme `SOURCE` keeps it."""
     return codes_of(quantize(w_NK, GGMLQuantizationType[name]), w_NK.shape[1])
 
 
@@ -94,9 +94,9 @@ def write_tiny(
     adapter: ChosenAdapter | None = None,
     embeddings: Embeddings = Embeddings.SOURCE,
 ) -> Tiny:
-    """Write a package of random weights and a random mask, or an adapter.
+    """Write a package of random weights with a random mask or an adapter.
 
-    Of scheme `source` the linears are in the kept types in turn.
+    With scheme `SOURCE`, the linear layers have the kept types in turn.
     """
     weights = random_weights(config, seed=seed, dtype=dtype)
     names = [name for name, _ in scoped_tensors(config)]

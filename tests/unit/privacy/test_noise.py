@@ -1,4 +1,4 @@
-"""Noise is exactly discrete Gaussian, and costs what two accountants say."""
+"""Tests of the noise: exactly discrete Gaussian, with a privacy cost on which two accountants agree."""
 
 import math
 import random
@@ -20,7 +20,10 @@ VARIANCES = [Fraction(1, 9), Fraction(1), Fraction(22, 7), Fraction(2500, 9), Fr
 
 
 def bins(variance: Fraction, cells: int = 24) -> np.ndarray:
-    """Edges of cells of like probability: integers below each belong to the cells left of it."""
+    """Return the edges of cells with similar probabilities.
+
+    Integers below an edge belong to the cell on its left.
+    """
     sigma = math.sqrt(variance)
     quantiles = [sigma * math.sqrt(2) * _erfinv(2 * i / cells - 1) for i in range(1, cells)]
     return np.unique(np.ceil(quantiles).astype(np.int64))
@@ -35,7 +38,7 @@ def _erfinv(y: float) -> float:
 
 
 def probabilities(variance: Fraction, edges: np.ndarray) -> np.ndarray:
-    """Of the cells between the edges, from the definition, in floats."""
+    """Return the probabilities of the cells between the edges, from the definition, in floats."""
     reach = int(12 * math.sqrt(variance)) + 12
     x = np.arange(-reach, reach + 1)
     weight = np.exp(-(x.astype(float) ** 2) / (2 * float(variance)))

@@ -1,4 +1,4 @@
-"""Recovery of pruned models: zeros, merging, losses, kills of the training."""
+"""Tests of the recovery of pruned models: zeros, merging, losses and kills."""
 
 import math
 from pathlib import Path
@@ -21,11 +21,11 @@ ROWS_NT = np.random.default_rng(0).integers(0, 60, (12, 10))
 
 
 class KilledError(Exception):
-    """The error that a test's `progress` raises."""
+    """Error of a test's `progress` function."""
 
 
 def pruned_model() -> Any:
-    """A model whose linears have zeros in half of their places."""
+    """Return a model with zeros in half of its linear weights."""
     model = tiny_model("llama")
     rng = np.random.default_rng(3)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def recovered(checkpoint: Path | None = None, stop: int = 0) -> Any:
-    """A model trained for 24 steps, or killed after `stop`."""
+    """Return a model after 24 steps of recovery. Raise `KilledError` after `stop` steps instead."""
 
     def progress(done: int, _total: int) -> None:
         if done == stop:

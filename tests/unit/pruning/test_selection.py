@@ -1,4 +1,4 @@
-"""Compare the pruned weights with plain numpy, and SparseGPT with the inverse of each step."""
+"""Tests of the selection of pruned weights against plain numpy. SparseGPT is compared with exact inverses."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from permille.pruning.selection import prune_linear, prune_mask
 from tests.packages import TINY_LLAMA
 
 _HALF = Pattern(kept=2, of=4)
-_ROWS, _COLUMNS = 6, 136  # more than a block of SparseGPT
+_ROWS, _COLUMNS = 6, 136  # more columns than a block of SparseGPT
 
 
 @pytest.fixture(name="weight_NK")

@@ -1,4 +1,4 @@
-"""A model folder pruned layer by layer: what changes, what does not, kills, refusals."""
+"""Tests of pruning a model folder layer by layer: changed and unchanged weights, kills and refusals."""
 
 from pathlib import Path
 
@@ -98,7 +98,7 @@ def test_a_call_that_was_stopped_goes_on_after_its_last_layer(tmp_path: Path, st
     assert seen == list(range(stop_at, 4))
     assert found == whole
     assert Checkpoint(tmp_path / "target").digest() == Checkpoint(tmp_path / "whole").digest()
-    other = PruningPlan(method=PruningMethod.WANDA, rates=0.25)  # another plan does not go on there
+    other = PruningPlan(method=PruningMethod.WANDA, rates=0.25)  # another plan does not resume there
     assert prune_model(source, tmp_path / "target", _TEXT, other, resume=work).rate == pytest.approx(
         0.25, abs=0.02
     )
@@ -123,7 +123,7 @@ def _plan(method: PruningMethod, pattern: Pattern | None = None, rate: float = 0
 
 
 def _in_shards(folder: Path, dtype: torch.dtype) -> Checkpoint:
-    """The same model in two files."""
+    """Write the same model in two files."""
     import json
 
     tensors = {name: value.to(dtype) for name, value in load_file(folder / "model.safetensors").items()}

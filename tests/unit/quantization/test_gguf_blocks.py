@@ -1,4 +1,4 @@
-"""Scheme `source`: codes of GGUF's blocks, bit for bit, beside the `gguf` package."""
+"""Tests of scheme `SOURCE`: the codes of GGUF blocks, bit for bit, against the `gguf` package."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from permille.quantization.types import Scheme
 
 
 def any_blocks(name: str, rows: int = 30, columns: int = 96) -> NDArray[np.uint8]:
-    """Blocks of random bytes: scales of either sign, subnormal and zero ones among them."""
+    """Return blocks of random bytes. Their scales have both signs, and some are subnormal or zero."""
     size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     rng = np.random.default_rng(0)
     block_BR = rng.integers(0, 256, (rows * columns // size, block_bytes), np.uint8)

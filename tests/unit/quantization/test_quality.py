@@ -1,4 +1,4 @@
-"""Reconstruction errors and perplexity: what a quantization's report says."""
+"""Tests of a quantization's report: reconstruction errors and perplexity."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ from tests.unit.engines.tiny import tiny_model
 
 
 def tiny() -> Any:
-    """Far enough from uniform that quantization shows."""
+    """Return a tiny model whose predictions differ enough from uniform ones to show quantization errors."""
     return tiny_model("llama")
 
 

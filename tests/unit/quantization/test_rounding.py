@@ -1,4 +1,4 @@
-"""auto-round makes int4 as packages hold it; what it leaves out is not passed for quantized."""
+"""Tests of auto-round: its int4 fits packages, and layers that it omits are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ SEQUENCES_NT = np.random.default_rng(0).integers(1, 60, (4, 12))
 
 
 def model_of_one_layer() -> Any:
-    """With sides that are no multiples of 32."""
+    """Return a model with sizes that are not multiples of 32."""
     return tiny_model("llama", num_hidden_layers=1, intermediate_size=44)
 
 
@@ -43,7 +43,7 @@ def test_auto_round_makes_int4_layers_as_packages_hold_them(tmp_path: Path) -> N
         decoded_NK = dequantize(found[name])
         assert np.linalg.norm(decoded_NK - w_NK) < 0.2 * np.linalg.norm(w_NK)
         moved += int((decoded_NK != dequantize(quantize(w_NK, Scheme.INT4, 128))).sum())
-    assert moved > 0  # it rounds otherwise than to the nearest
+    assert moved > 0  # auto-round does not always round to the nearest code
 
 
 def test_weights_that_are_no_codes_times_scales_are_refused() -> None:

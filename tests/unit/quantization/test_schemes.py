@@ -1,5 +1,4 @@
-"""NF4 against bitsandbytes bit for bit, integers against their formula, and the promises that all
-make."""
+"""Tests of NF4 against bitsandbytes bit for bit, of integers against their formula, and of common rules."""
 
 import dataclasses
 from typing import Any, cast
@@ -34,7 +33,7 @@ def codes_of(quantized: QuantizedTensor) -> NDArray[np.uint8]:
 
 
 def by_bitsandbytes(w_NK: NDArray[np.float32]) -> Any:
-    """The codes and the state of its quantization."""
+    """Return the codes of bitsandbytes, and its quantization state."""
     return bitsandbytes.functional.quantize_4bit(
         torch.from_numpy(w_NK), blocksize=64, quant_type="nf4", compress_statistics=False
     )
@@ -46,11 +45,11 @@ def test_nf4_equals_bitsandbytes_bit_for_bit(shape: tuple[int, int]) -> None:
     ours = quantize(w_NK, Scheme.NF4, 64)
     packed, state = by_bitsandbytes(w_NK)
     padded = packed.numpy().reshape(-1).copy()
-    if w_NK.size % 2:  # The unused nibble is 0 here, the code of a zero there.
+    if w_NK.size % 2:  # the format sets the unused nibble to 0, bitsandbytes to the code of a zero
         padded[-1] &= 0xF0
     assert ours.packed.tobytes() == padded.tobytes()
     assert ours.scales.tobytes() == state.absmax.numpy().tobytes()
-    if shape[1] % 2 == 0:  # Of odd rows bitsandbytes compiles a kernel first, for half a minute.
+    if shape[1] % 2 == 0:  # for odd rows, bitsandbytes first compiles a kernel for half a minute
         theirs = bitsandbytes.functional.dequantize_4bit(packed, state).numpy()
         assert dequantize(ours).tobytes() == theirs.tobytes()
     codebook = nf4.NF4_CODES[codes_of(ours)] * np.repeat(state.absmax.numpy(), 64)[: w_NK.size]

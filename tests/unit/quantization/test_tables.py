@@ -1,4 +1,4 @@
-"""Embedding and head in Q8_0: llama.cpp's rounding, exact decoding, and what a package of them is."""
+"""Tests of embedding and head in Q8_0: llama.cpp's rounding, exact decoding, and packages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ def table(numbers: NDArray[np.float32], dtype: str = "F32") -> RawTensor:
 
 
 def numbers(rows: int = 200, columns: int = 96) -> NDArray[np.float32]:
-    """Small, large, subnormal and zero blocks, and halves, whose rounding tells the rules apart."""
+    """Return small, large, subnormal and zero blocks, and halves, which distinguish the rounding rules."""
     rng = np.random.default_rng(0)
     w_NK = rng.standard_normal((rows, columns)).astype(np.float32) * np.float32(0.1)
     w_NK[1], w_NK[2, :32], w_NK[3] = 0, np.float32(1e-7), w_NK[3] * 1e4
@@ -48,7 +48,7 @@ def test_rounding_is_that_of_llama_cpp(dtype: str) -> None:
 
 
 def test_a_table_on_the_grid_gets_its_own_codes_back() -> None:
-    """The scale of a block whose largest code is 127, as llama.cpp makes them, is found again."""
+    """If the largest code of a block is 127, as in llama.cpp's blocks, the same scale is found again."""
     once = code_table(table(numbers(5000, 64)[5:]))
     again = code_table(RawTensor(name="w", dtype="F32", shape=once.shape, data=_bytes(once.float32())))
     assert np.array_equal(again.data, once.data)
@@ -115,5 +115,5 @@ def test_a_package_keeps_embedding_and_head_in_blocks(tied: bool, tmp_path: Path
 def test_a_source_in_blocks_is_written_as_it_is(tmp_path: Path) -> None:
     coded = code_table(table(numbers(64, 32)))
     other = replace(coded, data=coded.data.copy())
-    other.data[2:34] = 5  # no code of 127: rounding again would give other codes
+    other.data[2:34] = 5  # no code is 127, so rounding again would give other codes
     assert code_table(other) is other

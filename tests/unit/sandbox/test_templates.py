@@ -1,8 +1,8 @@
-"""Chat templates in the confined child, beside transformers' `apply_chat_template`.
+"""Tests of chat templates in the confined child, against transformers' `apply_chat_template`.
 
-The templates below are our own. Each has the constructs of published ones: a system turn that is joined to
-the first question, tools as JSON, documents, the day, thoughts that are cut out of earlier answers. To
-compare published templates, too, put them as `*.jinja` into a folder and set PERMILLE_TEMPLATES to it.
+The templates below are made for these tests. Each has the constructs of published ones: a system turn joined
+to the first question, tools as JSON, documents, the date, and thoughts that are cut out of earlier answers.
+To compare published templates, too, put them as `*.jinja` into a folder and set PERMILLE_TEMPLATES to it.
 """
 
 import os
@@ -139,7 +139,7 @@ TALKS: dict[str, tuple[Messages, dict[str, Any]]] = {
 
 
 def check(template: str) -> set[str]:
-    """Render all talks by both; returns those that transformers renders, and we alike."""
+    """Render all conversations in both ways, and compare. Return those that transformers renders."""
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(300), **names)
     sandbox, rendered = Sandbox(), set()

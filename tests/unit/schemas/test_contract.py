@@ -1,4 +1,4 @@
-"""The contract's types: closed, bounded, strict, and as their documents say."""
+"""Tests of the contract's types: closed, bounded, strict, and equal to their documents."""
 
 import json
 from typing import Any

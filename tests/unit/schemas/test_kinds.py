@@ -1,4 +1,4 @@
-"""Descriptions of the kinds of work: examples that fit, ids of the kind that their field names."""
+"""Tests of the descriptions of job kinds: valid examples, and ids of the kind that the field's name says."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Fisher scores against an independent autograd reference, and what the memory and resume rules promise."""
+"""Tests of Fisher scores: against an independent autograd reference, and rules of memory and resumption."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def sequences(n: int = 5, length: int = 9) -> NDArray[np.int64]:
 def reference(
     model: Any, sequences_NT: NDArray[np.int64], names: list[str]
 ) -> dict[str, NDArray[np.float64]]:
-    """Mean over sequences of the squared gradient of transformers' own loss, in float64, without hooks."""
+    """Return the mean over sequences of transformers' squared loss gradient, in float64, without hooks."""
     parameters = [model.get_parameter(name) for name in names]
     sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters]
     for tokens_T in sequences_NT:
@@ -55,7 +55,7 @@ def reference(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_the_mean_of_squared_gradients_of_single_sequences(family: str) -> None:
     model = tiny(family)
-    model.train()  # Dropout must not get into the scores; the reference runs without.
+    model.train()  # dropout must not affect the scores, and the reference runs without it
     scores = fisher_scores(model, sequences())
     model.eval()
     expected = reference(model, sequences(), list(scores))
@@ -68,7 +68,7 @@ def test_scores_of_a_bf16_model_are_summed_in_float32() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
     sums = torch.zeros(2, 3)
     add_square = fisher._square_hook("a", sums, 0)
-    for _ in range(300):  # A bf16 sum of equal terms is stuck at 256 of them.
+    for _ in range(300):  # a bf16 sum of equal terms stops at 256 terms
         parameter.grad = torch.ones_like(parameter)
         add_square(parameter)
     assert parameter.grad is None
@@ -132,7 +132,7 @@ def test_no_two_gradients_live_at_once_and_no_block_keeps_its_activations(
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     fisher_scores(model, sequences(2))
     assert alive == [1] * (2 * 3 * 7)
-    assert len(runs) == 4  # once forward and once more in backward, for each sequence
+    assert len(runs) == 4  # for each sequence, once forward and once again in the backward pass
 
 
 def test_spilled_scores_are_a_mapped_file_with_the_same_bits(
@@ -183,7 +183,7 @@ def test_a_model_that_is_streamed_layer_by_layer_has_the_same_bits(
 
 
 class StopError(Exception):
-    """The error that a cancelled job raises from its progress."""
+    """Error that a cancelled job's progress raises."""
 
 
 def test_a_cancelled_job_goes_on_after_its_last_whole_shard_with_the_same_bits(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_loss_that_is_not_finite_is_refused_with_the_sequences_number() -> Non
     tokens_NT[tokens_NT == 7] = 8
     tokens_NT[3, 2] = 7
     with torch.no_grad():
-        model.model.embed_tokens.weight[7] = 3e38  # finite, but not its square in the norm
+        model.model.embed_tokens.weight[7] = 3e38  # finite, but its square overflows in the norm
     model.model.norm.register_forward_hook(
         lambda _, args, out: out + torch.where(args[0] > 1e38, torch.inf, 0)
     )

@@ -1,4 +1,4 @@
-"""Masks: exact counts, exact ties, and nothing but scores and seed in the result."""
+"""Tests of masks: exact counts, exact ties, and results that depend only on scores and seed."""
 
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -17,7 +17,7 @@ from tests.unit.zo.reference import philox
 
 
 def by_sorting(score: NDArray[np.float32], wanted: int) -> NDArray[np.int64]:
-    """The definition: sort by falling score, then by rising index."""
+    """Select by definition: sort by decreasing score, then by increasing index."""
     order = sorted(range(score.size), key=lambda i: (-float(score.flat[i]), i))
     return np.sort(np.array(order[:wanted]))
 
@@ -141,7 +141,7 @@ def test_weights_that_are_zero_are_never_chosen(method: MaskMethod) -> None:
     rng = np.random.default_rng(0)
     weights = {name: rng.normal(size=(8, 8)).astype(np.float32) for name in "abc"}
     weights["a"][:, ::2] = 0
-    weights["b"][:7] = 0  # Fewer are left than are wanted.
+    weights["b"][:7] = 0  # fewer nonzero weights are left than wanted
     weights["c"][:] = 0
     scores = (
         weights if method is not MaskMethod.FISHER else {name: np.ones((8, 8), np.float32) for name in "abc"}

@@ -1,4 +1,4 @@
-"""The scores' file and the coverage evidence."""
+"""Tests of the scores' file and of the coverage evidence."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Commands without a service: what they ask for, what they make of words, and what they print."""
+"""Tests of commands without a service: requests, interpretation of arguments, and output."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ MODELS = [{"id": f"model_{ulid}", "name": name} for ulid, name in zip(ULIDS, "ab
 
 
 class Collections(Client):
-    """A client of collections that stand still; paths asked for are kept."""
+    """A client with fixed collections. It records the requested paths."""
 
     url = "https://models.example.org"
 
@@ -72,7 +72,7 @@ def printed(renderable: object, width: int = 80) -> str:
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Collections:
-    """The client to which commands are connected. It sends nothing."""
+    """Connect commands to a client that sends nothing."""
     made = Collections()
 
     @contextmanager
@@ -94,7 +94,7 @@ def test_list_asks_for_the_collection(client: Collections, group: str) -> None:
     assert client.asked == [f"/v1/{group}"]
 
 
-# There is one trust and one retention rule only, and a release is shown beside the version before.
+# There is only one trust and one retention rule. A release is shown with the version before it.
 @pytest.mark.parametrize("group", sorted({*groups_with("show")} - {"trust", "retention", "releases"}))
 def test_show_asks_for_one_of_the_collection(client: Collections, group: str) -> None:
     whole = MODELS[0]["id"]
@@ -129,7 +129,7 @@ def test_a_record_is_known_by_its_id_its_name_or_its_beginning() -> None:
 
 
 def given(kind: JobKind, **options: object) -> tuple[Session, dict[str, object]]:
-    """Options of a command as typer hands them over."""
+    """Return a session, and options of a command as typer passes them."""
     absent = dict.fromkeys(option.parameter for option in form_of(WORK[kind].request).options)
     assert options.keys() <= absent.keys()
     client = Collections(models=MODELS, corpora=[{"id": f"corpus_{ULIDS[0]}", "name": "stories"}])
@@ -368,7 +368,7 @@ def test_a_pipe_gets_a_line_of_progress_twice_a_minute() -> None:
         follower.follow({"kind": "progress", "data": data}, bar, task)
     assert lines.getvalue().splitlines() == [
         "mask: fisher: 10 % done",
-        "mask: fisher: 30 % done, 2 min left",  # 0.2 in 40 s
+        "mask: fisher: 30 % done, 2 min left",  # 20% in 40 s
     ]
 
 
@@ -385,7 +385,7 @@ def test_a_command_from_outside_says_what_it_lacks(capsys: pytest.CaptureFixture
 
 
 def lacking(sweep: str) -> None:
-    """A command of the lab without its libraries."""
+    """A lab command without its libraries."""
     import nowhere  # type: ignore[import-not-found] # noqa: F401
 
 

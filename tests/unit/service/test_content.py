@@ -1,4 +1,4 @@
-"""Byte ranges as RFC 9110 has them, sent as they are asked for."""
+"""Tests of byte ranges according to RFC 9110."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ TEN = b"0123456789"
 
 
 def answer(folder: Path, content: bytes, header: str) -> Any:
-    """The response to GET of a blob with this Range header."""
+    """Return the response to GET of a blob with this Range header."""
     settings = SimpleNamespace(downloads=Downloads.SERVE, blob_bucket=None)
     service: Any = SimpleNamespace(blobs=BlobFolder(folder), settings=settings)
     digest = service.blobs.put_bytes(content)

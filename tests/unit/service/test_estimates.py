@@ -1,4 +1,4 @@
-"""Estimates against sizes counted by hand, and the verdict."""
+"""Tests of estimates against sizes counted by hand, and of their verdict."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ FISHER = FisherMask(method=MaskMethod.FISHER, corpus_id=CORPUS, sequences=10, le
 
 
 def test_sizes_are_counted_from_the_config() -> None:
-    # A layer: q, o 32x32; k, v 16x32; gate, up, down 64x32.
+    # A layer: q and o have 32x32 weights, k and v 16x32, gate, up and down 64x32.
     layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
     assert (SIZES.layers, SIZES.scoped, SIZES.largest) == (2, 2 * layer, 64 * 32)
     assert SIZES.parameters == 320 * 32 + 2 * (layer + 2 * 32) + 32
@@ -35,7 +35,7 @@ def test_sizes_are_counted_from_the_config() -> None:
 
 
 def test_the_vocabulary_is_that_of_the_config_even_if_another_tensor_is_larger() -> None:
-    """The stacked gate of Phi-3-medium has more rows than its embedding."""
+    """Phi-3-medium's stacked gate has more rows than its embedding."""
     sizes = sizes_of(TINY_LLAMA | {"vocab_size": 16})
     assert (sizes.vocabulary, sizes.hidden) == (16, TINY_LLAMA["hidden_size"])
     assert sizes.largest > sizes.vocabulary * sizes.hidden
@@ -46,7 +46,7 @@ def test_fisher_holds_weights_and_scores_and_spills_scores_that_do_not_fit() -> 
     tight = mask_needs(SIZES, FISHER, memory_bytes=roomy.memory_bytes - 1, flops_per_s=1e9, split_flops=0)
     assert roomy.memory_bytes > PROCESS_BYTES + 4 * (SIZES.parameters + SIZES.scoped)
     assert roomy.memory_bytes - tight.memory_bytes == 4 * SIZES.scoped
-    assert tight.disk_bytes - roomy.disk_bytes == 4 * SIZES.scoped  # its one shard
+    assert tight.disk_bytes - roomy.disk_bytes == 4 * SIZES.scoped  # scores of its only shard
     work = 10 * 16 * SIZES.parameters * 8
     assert roomy.seconds == pytest.approx(work / 1e9, rel=0.1)
 

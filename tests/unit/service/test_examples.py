@@ -1,4 +1,4 @@
-"""The examples in docstrings of the service and the workers."""
+"""Doctests of the service and the workers."""
 
 import doctest
 import importlib

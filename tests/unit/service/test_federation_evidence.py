@@ -1,4 +1,4 @@
-"""Evidence for adopting a state: the gains that devices measured."""
+"""Tests of the evidence for adopting a state: the gains that devices measured."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Private keys: made once, private, refused when they are not."""
+"""Tests of private keys: created once, private, and refused otherwise."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The token bucket, with a clock of its own."""
+"""Tests of the token bucket, with a simulated clock."""
 
 import pytest
 

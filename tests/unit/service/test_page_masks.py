@@ -1,4 +1,4 @@
-"""The words of the page about a mask: against the curve, and by kind, layer and tensor."""
+"""Tests of the page about a mask: its curve, and shares by kind, layer and tensor."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,10 @@ NAMES = [f"model.layers.{layer}.{kind}.weight" for layer in (0, 1, 10) for kind 
 
 
 def evidence(*, best_of_all: bool) -> MaskEvidence:
-    """A report of six tensors of 1,000 weights, of which a tenth is chosen: of each, or the best of all."""
+    """Return a report of six tensors of 1,000 weights.
+
+    A tenth is selected, of each tensor or of all together.
+    """
     rng = np.random.default_rng(0)
     scores = {
         name: (rng.random((10, 100)) ** 8 * 10**number).astype(np.float32)

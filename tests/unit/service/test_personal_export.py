@@ -1,4 +1,4 @@
-"""The last stages of `permille personalise`, where the device answers otherwise than hoped."""
+"""Tests of the last stages of `permille personalise`, with unwelcome answers of the device."""
 
 import shlex
 from pathlib import Path
@@ -12,7 +12,7 @@ from permille_service.personal.programs import Programs
 
 
 class Device:
-    """Answers as `permille-agent` does."""
+    """A device that answers as `permille-agent` does."""
 
     def __init__(self, *, code: int = 0, personal: bool = False, types: tuple[str, ...] = ()) -> None:
         self.code, self.personal, self.types = code, personal, types

@@ -1,4 +1,4 @@
-"""Every route declares who may call it, or the app does not start."""
+"""Tests of routes: the app starts only if every route declares its callers."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +23,8 @@ def test_a_route_without_a_principal_keeps_the_service_from_starting(
         return "rows of every tenant"
 
     monkeypatch.setattr(service_app, "ROUTERS", (*service_app.ROUTERS, router))
-    monkeypatch.setattr(service_app, "_routes", service_app._routes.__wrapped__)  # not those of other apps
+    # Without the cached routes of other apps.
+    monkeypatch.setattr(service_app, "_routes", service_app._routes.__wrapped__)
     with pytest.raises(RuntimeError, match=r"list_forgotten \(/v1/forgotten\) must declare a principal"):
         service_app.create_app(load(data_dir=tmp_path))
 

@@ -1,4 +1,4 @@
-"""Settings are safe by default and refuse what is not."""
+"""Tests of settings: defaults are safe, and unsafe settings are refused."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`permille trust key` and `sign`: the commands that stay where the keys are, without service or network."""
+"""Tests of `permille trust key` and `sign`, which run beside the keys, without service or network."""
 
 import base64
 import json
@@ -46,7 +46,7 @@ def elsewhere(
 
 @pytest.fixture
 def team(elsewhere: Elsewhere) -> Holders:
-    """The holder of the key in `team.pem`."""
+    """Return the holder of the key in `team.pem`."""
     code, made = elsewhere("key", str(elsewhere.folder / "team.pem"))
     assert code == 0
     raw = base64.urlsafe_b64decode(made["public_key"] + "=")
@@ -91,7 +91,7 @@ def test_a_team_lists_withdraws_and_points_back_with_its_own_key(elsewhere: Else
         ("tiny", 1): ["stable"]
     }
     assert repository.target(path) is not None
-    signed("--add", "tiny/1", "--alias", "canary")  # a list with a federation changes as any other
+    signed("--add", "tiny/1", "--alias", "canary")  # a list with a federation can be changed, too
     assert repository.target(path) is not None
     signed("--remove", path)
     assert repository.target(path) is None

@@ -1,4 +1,4 @@
-"""The rate of the first step: of sparse values by their size, of an adapter by alpha and width."""
+"""Tests of the first step's rate: by size for sparse values, by alpha and width for adapters."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Pooled states: trained like a device's, judged on what nobody trained on, bound to their package."""
+"""Tests of pooled states: trained as on a device, judged on unseen text, and bound to their package."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,14 +34,14 @@ def package(tmp_path: Path) -> Package:
 
 @pytest.fixture(scope="module")
 def rows() -> NDArray[np.int64]:
-    """80 rows of 24 tokens of one kind of text."""
+    """Return 80 rows of 24 tokens of one kind of text."""
     tokenizer = tiny_tokenizer()
     ids = [token for text in sentences(400) for token in tokenizer.encode(text).ids]
     return np.array(ids[: 80 * 24], np.int64).reshape(80, 24)
 
 
 class Recording(BigramEngine):
-    """Remembers what it differentiated and what it only looked at."""
+    """An engine that records the rows of its gradients and of its losses."""
 
     def __init__(self, package: Package) -> None:
         super().__init__(package)
@@ -58,7 +58,7 @@ class Recording(BigramEngine):
 
 
 class KilledError(Exception):
-    """The process is gone."""
+    """Simulated death of the process."""
 
 
 def trained(package: Package, rows: NDArray[np.int64], checkpoint: Path, **changes: Any) -> Pooled:
@@ -181,7 +181,7 @@ def test_the_reference_pulls_and_bounds_what_general_text_costs(
     pull = Reference.pull
     engine, reference, base_K = LightEngine(package), Reference.of(package), package.values()
     assert reference is not None
-    # A random model forgets nothing: what a state costs is its size here.
+    # A random model forgets nothing, so the general loss is replaced by the state's size.
     monkeypatch.setattr(Reference, "loss", lambda _self, _engine, v_K: float(np.abs(v_K - base_K).sum()))
     pulls: list[int] = []
 

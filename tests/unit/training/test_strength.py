@@ -1,4 +1,4 @@
-"""The strength of a state: exact on the lattice, and the largest within the bound."""
+"""Tests of a state's strength: exact on the lattice, and the largest within the bound."""
 
 import math
 from fractions import Fraction
@@ -16,7 +16,8 @@ def test_a_state_is_scaled_to_the_nearest_integer_and_ties_to_even(eighths: int)
     rng = np.random.default_rng(eighths)
     edge = [STATE_LIMIT, -STATE_LIMIT, STATE_LIMIT - 1, 1 - STATE_LIMIT]
     s_K = np.array([*range(-40, 41), *edge, *rng.integers(-STATE_LIMIT, STATE_LIMIT, 200)], np.int64)
-    expected = [round(Fraction(int(s) * eighths, 8)) for s in s_K]  # of fractions, ties to even
+    # `round` rounds fractions with ties to even.
+    expected = [round(Fraction(int(s) * eighths, 8)) for s in s_K]
     assert scaled(s_K, eighths).tolist() == expected
     assert scaled(s_K, eighths).dtype == np.int64
 

@@ -1,4 +1,4 @@
-"""The repository's own rules, and that python-tuf's client follows every change without a new bootstrap."""
+"""Tests of the repository's rules. python-tuf's client follows every change without a new bootstrap."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -37,7 +37,7 @@ def holders(*signers: CryptoSigner, threshold: int = 1) -> Holders:
 
 
 def held(repository: Repository, count: int = 1) -> list[CryptoSigner]:
-    """New keys that the repository can sign with."""
+    """Return new keys, with which the repository can sign."""
     made = [new_signer() for _ in range(count)]
     repository.signers.update({signer.public_key.keyid: signer for signer in made})
     return made

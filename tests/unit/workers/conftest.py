@@ -1,4 +1,4 @@
-"""A place where tasks run in this process: a tiny random model, a corpus, a store, a child's own code."""
+"""Fixtures for tasks in this process: a tiny random model, a corpus and a store."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ from tests.packages import TINY_LLAMA, sentences, tiny_tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Store, settings and inputs of tasks under test."""
+    """Store, settings and inputs of the tasks under test."""
 
     root: Path
     db: Database
@@ -40,14 +40,14 @@ class Bench:
     corpus: Corpus
 
     def submit(self, kind: str, payload: dict[str, Any]) -> Job:
-        """Queue a job that is tried once."""
+        """Queue a job with a single attempt."""
         with self.db.write() as session:
             return queue.submit(
                 session, NewJob(tenant_id=self.tenant_id, kind=kind, payload=payload, max_attempts=1)
             )
 
     def run_next(self, job_id: str | None = None) -> bool:
-        """Run one attempt of the job whose turn it is, or of the one named; False: nothing is queued."""
+        """Run one attempt of the next job, or of the job `job_id`. Return False if none is queued."""
         with self.db.write() as session:
             claim = claims.claim(session, worker="bench", lease_s=600, job_id=job_id)
         if claim is not None:
@@ -55,23 +55,23 @@ class Bench:
         return claim is not None
 
     def run_queued(self) -> None:
-        """Run what is queued, one attempt after the other, as a child process would."""
+        """Run all queued jobs, one attempt after the other, as child processes would."""
         while self.run_next():
             pass
 
     def finish(self, kind: str, payload: dict[str, Any]) -> Job:
-        """Queue a job and run it to its end."""
+        """Queue a job, and run it to its end."""
         job = self.submit(kind, payload)
         self.run_queued()
         return self.read(job)
 
     def read(self, job: Job) -> Job:
-        """The job's row as it is now."""
+        """Return the job's current row."""
         with self.db.read() as session:
             return rows.get(session, Job, tenant_id=self.tenant_id, row_id=job.id)
 
     def report(self, digest: str) -> dict[str, Any]:
-        """A stored report."""
+        """Return a stored report."""
         content: dict[str, Any] = json.loads(self.blobs.read(digest, limit=1 << 24))
         return content
 
@@ -88,7 +88,7 @@ def save_model(folder: Path, *, seed: int = 0) -> None:
 
 
 def stocked(root: Path) -> Bench:
-    """A new place: its database holds a tenant, the model and the corpus."""
+    """Return a new bench, with a tenant, the model and the corpus in its database."""
     for folder in ("models/tiny", "corpora", "work"):
         (root / folder).mkdir(parents=True)
     save_model(root / "models" / "tiny")
@@ -118,7 +118,7 @@ def stocked(root: Path) -> Bench:
 
 
 def settings_at(root: Path) -> WorkerSettings:
-    """The settings of a worker of this place."""
+    """Return the settings of a worker of this bench."""
     return WorkerSettings.model_validate(
         {
             "database_url": f"sqlite:///{root}/permille.db",
@@ -133,7 +133,7 @@ def settings_at(root: Path) -> WorkerSettings:
 
 @pytest.fixture
 def make_bench(tmp_path: Path) -> Iterator[Callable[[str], Bench]]:
-    """Make places below one folder, with ids of their own."""
+    """Return a function that makes benches below one folder. Each has its own ids."""
     opened: list[Database] = []
 
     def make(name: str) -> Bench:
@@ -148,7 +148,7 @@ def make_bench(tmp_path: Path) -> Iterator[Callable[[str], Bench]]:
 
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A place to copy."""
+    """Return a bench to copy."""
     made = stocked(tmp_path_factory.mktemp("bench") / "bench")
     made.db.close()
     return made
@@ -156,7 +156,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture
 def bench(template: Bench, tmp_path: Path) -> Iterator[Bench]:
-    """One place."""
+    """Yield a bench."""
     root = tmp_path / "bench"
     shutil.copytree(template.root, root)
     settings = settings_at(root)
@@ -167,7 +167,7 @@ def bench(template: Bench, tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.fixture
 def package(bench: Bench) -> Artifact:
-    """Made of a random mask."""
+    """Return a package with a random mask."""
     from tests.unit.workers.jobs import made_by, package_of
 
     request = {"model_id": bench.model.id, "method": "random", "density": 0.01}

@@ -1,4 +1,4 @@
-"""Requests of jobs that a bench runs, and what they made."""
+"""Requests of jobs that a bench runs, and their results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def fisher_request(bench: Bench, **options: Any) -> dict[str, Any]:
 
 
 def made_by(bench: Bench, kind: JobKind, request: dict[str, Any]) -> Artifact:
-    """Return the result of a job of this kind. A build's is its package."""
+    """Run a job of this kind. Return its result. The result of a build is its package."""
     return artifact_of(bench, succeeded(bench.finish(kind, request)))
 
 

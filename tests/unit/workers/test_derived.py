@@ -1,4 +1,4 @@
-"""Jobs that make a package of a package: pooling and export."""
+"""Tests of jobs that make a package from a package: pooling and export."""
 
 import sys
 from collections.abc import Callable
@@ -115,7 +115,7 @@ def test_a_pooling_that_helps_nothing_publishes_nothing(bench: Bench, package: A
 def test_an_export_makes_a_package_that_carries_a_program(
     bench: Bench, package: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exporter is not installed here (`make test-executorch` runs what it makes)."""
+    """The exporter is replaced. `make test-executorch` tests the real one."""
 
     def exported(of: Package, shape: ProgramShape, *, weights: str) -> Layer:
         assert (of.digest, weights) == (package.digest, "float32")

@@ -1,4 +1,4 @@
-"""An image has what its program and each kind of job imports, wherever in the job it does."""
+"""Tests of images: each has the distributions that its program and its kinds of job import."""
 
 import ast
 import sys
@@ -19,18 +19,18 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = ("permille", "permille_service", "permille_workers", "permille_agent", "permille_lab")
 FOLDERS = (".", "service", "workers", "edge_agent", "lab")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Chosen by a URL of the settings, not by an import.
+# Selected by a URL in the settings, not by an import.
 DRIVERS = {"postgres": "psycopg", "celery": "redis"}
 
 
 def image_extras(program: str) -> tuple[str, ...]:
-    """The extras that the program's image installs of us, by its lock."""
+    """Return the extras of permille that the program's image installs, according to its lock."""
     assert f"-r requirements/{program}.txt" in (ROOT / "Dockerfile").read_text()
     return EXTRAS[program]
 
 
 def distributions(extras: Iterable[str]) -> set[str]:
-    """All that our extras bring, and what that brings."""
+    """Return all distributions that these extras need, directly or indirectly."""
     found: set[str] = set()
     lines = list(PROJECT["dependencies"])
     for extra in extras:
@@ -51,7 +51,7 @@ def _add(needed: Requirement, found: set[str]) -> None:
     found.add(name)
     try:
         lines = requires(name) or []
-    except PackageNotFoundError:  # for another platform
+    except PackageNotFoundError:  # a dependency of another platform
         return
     for line in lines:
         inner = Requirement(line)
@@ -62,7 +62,7 @@ def _add(needed: Requirement, found: set[str]) -> None:
 
 
 def imported(module: str) -> set[str]:
-    """Distributions that a module of ours imports, at its head or later, itself or through others of ours."""
+    """Return the distributions that a module of the product imports anywhere, directly or indirectly."""
     seen: set[str] = set()
     waiting, foreign = [module], set()
     while waiting:
@@ -83,14 +83,14 @@ def imported(module: str) -> set[str]:
 @cache
 def _targets(module: str) -> frozenset[str]:
     file = _file(module)
-    if file is None:  # a name in a module, not a module
+    if file is None:  # the name is an attribute of a module
         return frozenset()
     targets = set()
     waiting: list[ast.AST] = [ast.parse(file.read_text())]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue  # nothing that runs
+            continue  # never executed
         waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             targets |= {alias.name for alias in node.names}
@@ -122,7 +122,7 @@ def test_the_image_can_run_every_kind_of_job(kind: str) -> None:
     ],
 )
 def test_an_image_can_start_its_programs(image: str, program: str) -> None:
-    # A model is fetched from the hub by a job alone; the module beside it looks at folders.
+    # Only jobs fetch models from the hub. The API uses other functions of the same module.
     elsewhere = {"huggingface-hub"} if image == "api" else set()
     assert imported(program) - distributions(image_extras(image)) <= elsewhere
 
@@ -135,6 +135,6 @@ def test_an_image_reaches_database_and_broker(image: str, extra: str, driver: st
 
 
 def test_only_calibrated_quantizations_need_auto_round() -> None:
-    """The search finds what it should: this one kind imports auto-round, at its call."""
+    """This proves that the search finds imports within functions."""
     found = {kind for kind in TASKS if "auto-round" in imported(f"permille_workers.tasks.{kind}")}
     assert found == {"quantization"}

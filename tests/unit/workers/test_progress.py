@@ -1,4 +1,4 @@
-"""Progress: throttled, with an estimate; hand-over by the pipe; folders and lean processes."""
+"""Tests of progress: throttled, and with an estimate. Also of pipes, work folders and lean processes."""
 
 import errno
 import json
@@ -62,7 +62,7 @@ def claim(db: Database) -> Claim:
 
 
 class Seconds:
-    """A monotonic clock that stands until it is moved."""
+    """A monotonic clock that stands still until a test sets it."""
 
     at = 0.0
 
@@ -98,7 +98,7 @@ def test_the_estimate_takes_the_pace_of_this_attempt(db: Database, claim: Claim)
 
 
 def test_a_message_in_between_leaves_the_estimate_as_it_was(db: Database, claim: Claim) -> None:
-    """A search of an hour tells each trial; the fraction stands until its cell is done."""
+    """A long search reports each trial, but its fraction changes only with a finished cell."""
     clock = Seconds()
     progress = Progress(db, claim, clock=clock)
     progress(0.5, "resumed half way")
@@ -188,7 +188,7 @@ def test_workers_collect_in_turns_but_not_beside_a_database_that_names_nothing(
     thread = threading.Thread(target=sweeper.run_collections)
     thread.start()
     try:
-        for _ in range(3):  # the collections before this one have ended
+        for _ in range(3):  # the collection before this one has ended
             wait(partial(has_changed, db, turn(db)))
         assert blobs.has(old)
         with db.write() as session:
@@ -264,7 +264,7 @@ def has_changed(db: Database, before: datetime | None) -> bool:
 
 
 def wait(until: Callable[[], bool]) -> None:
-    """Wait until it is so."""
+    """Wait until `until` returns True."""
     deadline = time.monotonic() + 120
     while not until():
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Replay of logs that devices share, and the check of packed states in their place."""
+"""Tests of replaying the logs that devices share, and of checking packed states."""
 
 import hashlib
 import shutil
@@ -192,7 +192,7 @@ OTHER = "sha256:" + "1" * 64
 
 
 def sent_state(bench: Bench, package: Artifact, **changes: Any) -> tuple[bytes, str]:
-    """A packed state of every masked weight, and the digest of the state."""
+    """Return a packed state of every masked weight, and its digest."""
     manifest = manifest_of(bench, package)
     fields: dict[str, Any] = {
         "package_digest": package.digest,

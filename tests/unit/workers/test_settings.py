@@ -1,4 +1,4 @@
-"""A worker finds everything by the data folder, as the API does, and says in one line what it misses."""
+"""Tests of a worker's settings: the same data folder as the API, and one-line errors."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Jobs of a model from a GGUF file: the package keeps the file's codes."""
+"""Tests of jobs with a model from a GGUF file: the package keeps the file's codes."""
 
 import shutil
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The sparsification job on a tiny random model: what it registers, what is made of that, refusals."""
+"""Tests of sparsification jobs on a tiny random model: registration, packages and refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def request_of(bench: Bench, **changes: Any) -> dict[str, Any]:
 
 
 def made_by(bench: Bench, job: Job) -> tuple[Artifact, Model]:
-    """Return the rows that a sparsification has made: its own, and the model's."""
+    """Return the rows that a sparsification adds: its artifact and the model."""
     assert job.state == "succeeded", job.error
     with bench.db.read() as session:
         row = artifacts.get(
@@ -69,7 +69,7 @@ def test_the_same_request_makes_the_same_model_and_a_report(bench: Bench) -> Non
     assert report["perplexity"]["after"] != report["perplexity"]["before"]
     assert report["provenance"] == row.provenance
     assert report["provenance"]["model"]["location"] == "tiny"
-    assert report["corpus"]["calibration"]["bad"]  # a broken line, told
+    assert report["corpus"]["calibration"]["bad"]  # the corpus has a bad line, which is reported
 
 
 def test_a_recovery_says_what_it_gained(bench: Bench) -> None:
@@ -144,7 +144,8 @@ def test_a_sparse_model_can_be_removed_and_its_source_cannot(bench: Bench) -> No
         assert artifacts.get(session, **made).made_model_id is None
         artifacts.remove(session, **made)
         inputs.remove(session, Model, tenant_id=bench.tenant_id, row_id=bench.model.id)
-    old = bench.settings.model_copy(update={"collection_grace_s": -60.0})  # also what is from just now
+    # Collect even blobs that were just stored.
+    old = bench.settings.model_copy(update={"collection_grace_s": -60.0})
     removed = collect(bench.db, bench.blobs, old).removed
     assert removed.keys() == {inputs.sparsified_path(row.digest), *(blob.digest for blob in row.blobs)}
     assert not folder_of(bench, row).exists()

@@ -1,4 +1,4 @@
-"""The real tasks on a tiny random model: from a registered folder to a verified package."""
+"""Tests of the real tasks on a tiny random model: from a registered folder to a verified package."""
 
 import dataclasses
 from pathlib import Path
@@ -62,8 +62,10 @@ def test_build_makes_a_package_that_a_stranger_accepts(bench: Bench) -> None:
 def test_a_mask_that_is_split_is_the_one_that_is_not(
     make_bench: BenchMaker, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards in another order, one sum lost on the way, a model too large for the memory: the same mask,
-    scores and provenance."""
+    """Split a mask job that exceeds the memory, run its shards in reverse order, and lose one sum.
+
+    Mask, scores and provenance must equal those of a job that is not split.
+    """
     whole = mask_of(bench, sequences=37)
     split = make_bench("split")
     settings = split.settings.model_copy(update={"memory_bytes": 1, "fisher_split_flops": 0.0})
@@ -209,7 +211,7 @@ def test_quantization_reports_errors_and_perplexity_on_held_out_text(bench: Benc
 
 @pytest.fixture
 def quick_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of auto-round's steps, each ten times as long."""
+    """Give auto-round a tenth of its steps. Each is ten times as long."""
     monkeypatch.setattr(rounding.rounded_int4, "__kwdefaults__", {"iterations": 20})
 
 
@@ -244,7 +246,7 @@ def test_a_package_that_auto_round_has_calibrated_is_read_as_any_other(
     report, plain = (bench.report(digest_of_role(one, "report")) for one in (ours, nearest))
     assert report["calibration_corpus"]["bad"]["not-json"]["count"] == 1
     assert len(report["tensors"]) == 14
-    # Nearest is nearest: what the rest of a block makes up for costs a weight alone.
+    # Per weight, the nearest code has the least error. auto-round reduces the error of a whole block.
     errors = [sum(tensor["relative_error"] for tensor in one["tensors"]) for one in (report, plain)]
     assert errors[1] < errors[0] < 3 * errors[1]
     assert report["perplexity"]["before"] != report["perplexity"]["after"]
@@ -316,7 +318,7 @@ def test_a_corpus_outside_the_root_is_refused(bench: Bench) -> None:
 
 
 def test_a_damaged_mask_layer_is_refused(bench: Bench) -> None:
-    """As an attempt that may be repeated: the blob may be whole then. Here it was the last one."""
+    """The error allows another attempt, because the blob may be repaired. The job has only one attempt."""
     mask = mask_of(bench)
     quantization = quantization_of(bench)
     path = bench.blobs.path(mask.digest)
@@ -337,7 +339,7 @@ def test_the_first_job_stores_what_the_model_is(bench: Bench) -> None:
 
 
 def test_a_stopped_fisher_job_goes_on_after_its_last_shard(bench: Bench) -> None:
-    """The sums of finished shards survive in the work folder; the mask is that of an uninterrupted job."""
+    """The work folder keeps the sums of finished shards. The mask equals that of an uninterrupted job."""
     whole = mask_of(bench, sequences=40, length=16)
     job = bench.submit("mask", fisher_request(bench, sequences=40, length=16))
     folder = stop_after(bench, 20)
@@ -351,7 +353,7 @@ def test_a_stopped_fisher_job_goes_on_after_its_last_shard(bench: Bench) -> None
 
 
 def stop_after(bench: Bench, sequences: int) -> Path:
-    """Run the queued mask job up to a sequence, then cancel it; return its work folder."""
+    """Run the queued mask job up to a sequence, then cancel it. Return its work folder."""
 
     def progress(fraction: float, message: str) -> None:
         if message.startswith(f"fisher {sequences}/"):

@@ -1,4 +1,4 @@
-"""Headers and records for the tests of logs, and a quadratic that stands in for a model."""
+"""Headers and records for tests of logs, and a quadratic function in place of a model."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ ESTIMATES = [kind for kind in EstimatorKind if kind is not EstimatorKind.GRADIEN
 
 
 def make_header(**changes: Any) -> LogHeader:
-    """A small valid header with some fields changed."""
+    """Return a small valid header with `changes`."""
     fields: dict[str, Any] = {
         "package_digest": "sha256:" + "a" * 64,
         "mask_digest": "sha256:" + "b" * 64,
@@ -37,7 +37,7 @@ def make_header(**changes: Any) -> LogHeader:
 
 
 def fields_of(header: LogHeader) -> dict[str, Any]:
-    """The header as the reference takes it."""
+    """Return the header in the form that the reference takes."""
     fields: dict[str, Any] = json.loads(header.to_bytes())
     return fields
 
@@ -56,7 +56,7 @@ def kind_fields(estimator: EstimatorKind, *, lower: int = 1, upper: int = 2) -> 
 
 
 def header_kinds(counts: tuple[int, ...]) -> list[LogHeader]:
-    """Make headers of three queries: of one block, of two, of groups, and of a part of the tensors."""
+    """Return headers of three queries: one block, two blocks, groups, and a part of the tensors."""
     groups = {"estimator": EstimatorKind.ONE_SIDED, "directions": DirectionKind.GROUPS}
     parts = [make_header(counts=counts, queries=3, first_tensor=2, **kind) for kind in ({}, groups)]
     return parts + [
@@ -66,12 +66,12 @@ def header_kinds(counts: tuple[int, ...]) -> list[LogHeader]:
 
 
 def make_records(rows: Sequence[Sequence[int]]) -> list[StepRecord]:
-    """Records of steps 0, 1, ... with the given coefficients."""
+    """Return records of steps 0, 1, ... with these coefficients."""
     return [StepRecord(step=step, coefficients=tuple(row), loss=1.5) for step, row in enumerate(rows)]
 
 
 def random_rows(steps: int, queries: int = 2, *, seed: int = 0) -> list[list[int]]:
-    """Coefficients of a realistic size: normal, with a root mean square of 1024."""
+    """Return coefficients of a realistic size: normal, with a root mean square of 1024."""
     rows: list[list[int]] = (
         np.rint(np.random.default_rng(seed).normal(0, 1024, (steps, queries))).astype(int).tolist()
     )
@@ -79,7 +79,10 @@ def random_rows(steps: int, queries: int = 2, *, seed: int = 0) -> list[list[int
 
 
 def records_strategy(*, queries: int, max_steps: int) -> st.SearchStrategy[list[StepRecord]]:
-    """Any records that FORMAT 8.2 allows, rejected and clipped ones, infinite and NaN losses included."""
+    """Return a strategy for all records that FORMAT 8.2 allows.
+
+    It includes rejected and clipped records, and losses that are infinite or NaN.
+    """
     limit = 2**31 - 1
     taken = st.tuples(
         st.lists(st.integers(-limit, limit), min_size=queries, max_size=queries),
@@ -98,12 +101,12 @@ def records_strategy(*, queries: int, max_steps: int) -> st.SearchStrategy[list[
 
 
 def flipped(data: bytes, position: int) -> bytes:
-    """The same bytes with one other bit."""
+    """Return the same bytes with one bit flipped."""
     return data[:position] + bytes([data[position] ^ 1 << position % 8]) + data[position + 1 :]
 
 
 def same_records(left: Sequence[StepRecord], right: Sequence[StepRecord]) -> bool:
-    """Equality that holds for NaN losses too."""
+    """Compare records. NaN losses are equal to each other."""
     return [repr(record) for record in left] == [repr(record) for record in right]
 
 
@@ -115,7 +118,7 @@ BATCH = Batch(
 
 
 class QuadraticEngine:
-    """`f(w) = 0.5 * sum(curvature * (w - target)**2)`: a model whose derivatives are known in closed form."""
+    """`f(w) = 0.5 * sum(curvature * (w - target)**2)`: an engine with known derivatives."""
 
     def __init__(self, target_K: NDArray[np.float32], curvature_K: NDArray[np.float32]) -> None:
         self.target_K = target_K.astype(np.float64)
@@ -138,7 +141,7 @@ class QuadraticEngine:
 
 
 class FixedEngine(QuadraticEngine):
-    """Returns fixed numbers, whatever it is asked."""
+    """An engine that returns the same numbers for all inputs."""
 
     def __init__(self, losses: Sequence[float], slope: float = 0.0, k: int = 147) -> None:
         super().__init__(np.zeros(k, dtype=np.float32), np.zeros(k, dtype=np.float32))

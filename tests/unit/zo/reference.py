@@ -1,7 +1,7 @@
-"""Slow, obvious versions of what `permille.zo` computes, written from FORMAT.md without its code.
+"""Slow, obvious versions of what `permille.zo` computes. They follow FORMAT.md and share no code with it.
 
-`read_log`, `state` and `state_digest` together are an independent replay: from a log's bytes, and the
-to the name of the state. `round_bytes` and `audit` are the same for rounds.
+`read_log`, `state` and `state_digest` together are an independent replay, from a log's bytes to its state
+digest. `round_bytes` and `audit` do the same for rounds.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ Header = Mapping[str, Any]
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
-    """Philox4x32-10 on Python integers (Salmon et al., 2011)."""
+    """Return Philox4x32-10 of a counter, on Python integers (Salmon et al., 2011)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -33,13 +33,13 @@ def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
 
 
 def sign(seed: int, step: int, query: int, tensor_id: int, rank: int) -> int:
-    """One element of a direction by FORMAT 6.2 and 6.3."""
+    """Return one element of a direction, by FORMAT 6.2 and 6.3."""
     words = philox([rank // 128, tensor_id, step, query], [seed % 2**32, seed // 2**32])
     return 2 * ((words[rank % 128 // 32] >> (rank % 32)) & 1) - 1
 
 
 def z(header: Header, step: int, query: int) -> list[int]:
-    """A whole direction in flat order, by FORMAT 6.3 to 6.6 and 8.1."""
+    """Return a whole direction in flat order, by FORMAT 6.3 to 6.6 and 8.1."""
     seed, counts, split = int(header["seed"], 16), header["counts"], header["split"]
     places = [(tensor, rank) for tensor in range(len(counts)) for rank in range(counts[tensor])]
     if header["directions"] == "groups":
@@ -63,7 +63,7 @@ def group_and_sign(seed: int, step: int, groups: int, tensor_id: int, rank: int)
 
 
 def state(header: Header, rows: Sequence[Sequence[int]], start: int = 0) -> list[int]:
-    """FORMAT 7.5 on Python integers."""
+    """Return the state of these coefficients on Python integers, by FORMAT 7.5."""
     total = [0] * sum(header["counts"])
     for row, coefficients in enumerate(rows):
         for query, c in enumerate(coefficients):
@@ -74,14 +74,14 @@ def state(header: Header, rows: Sequence[Sequence[int]], start: int = 0) -> list
 
 
 def state_digest(header: Header, s: Sequence[int]) -> str:
-    """FORMAT 10."""
+    """Return the digest of a state, by FORMAT 10."""
     data = b"permille-state-1\0" + header["mask_digest"].encode() + b"\0"
     data += struct.pack("<i", header["step_unit_exponent"]) + struct.pack(f"<{len(s)}q", *s)
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def write_log(header: Header, rows: Sequence[Sequence[int]], flags: Mapping[int, int]) -> bytes:
-    """A canonical log by FORMAT 9.1 and 9.2."""
+    """Return a canonical log, by FORMAT 9.1 and 9.2."""
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     head = b"PMLLOG1\n" + struct.pack("<I", len(text)) + text + struct.pack("<I", len(rows))
     crc = zlib.crc32(head)
@@ -99,7 +99,7 @@ def write_log(header: Header, rows: Sequence[Sequence[int]], flags: Mapping[int,
 
 
 def read_log(data: bytes) -> tuple[dict[str, Any], list[list[int]]]:
-    """Header and coefficients of a canonical log by FORMAT 9; checks checksums, not limits."""
+    """Return header and coefficients of a canonical log, by FORMAT 9. Checks checksums, but no limits."""
     (size,) = struct.unpack_from("<I", data, 8)
     header = json.loads(data[12 : 12 + size])
     at = 12 + size
@@ -123,7 +123,7 @@ def read_log(data: bytes) -> tuple[dict[str, Any], list[list[int]]]:
 
 
 def read_state(data: bytes) -> tuple[dict[str, Any], list[int]]:
-    """Header and integers of a packed state by FORMAT 11; checks the digest, not limits."""
+    """Return header and integers of a packed state, by FORMAT 11. Checks the digest, but no limits."""
     assert data[:8] == b"PMLSTA1\n"
     assert hashlib.sha256(data[:-32]).digest() == data[-32:]
     (size,) = struct.unpack_from("<I", data, 8)
@@ -142,7 +142,7 @@ def read_state(data: bytes) -> tuple[dict[str, Any], list[int]]:
 
 
 def round_bytes(definition: Header, number: int, devices: Sequence[Mapping[str, Any]]) -> bytes:
-    """One round by FORMAT 13.3; a device has `weight` and `rows`, its integers step by step."""
+    """Return one round by FORMAT 13.3. A device has `weight` and `rows`, its integers by step."""
     log, steps = definition["log"], definition["steps"]
     weights, rows = [0] * steps, [[0] * log["queries"] for _ in range(steps)]
     for step in range(steps):
@@ -172,7 +172,7 @@ def round_bytes(definition: Header, number: int, devices: Sequence[Mapping[str, 
 
 
 def audit(definition: bytes, segment: bytes) -> tuple[str, list[int]]:
-    """Chain and state after the rounds of a segment that begins with round 0, by FORMAT 13.3 and 13.4."""
+    """Return chain and state after the rounds of a segment from round 0, by FORMAT 13.3 and 13.4."""
     fields = json.loads(definition)
     log = fields["log"]
     chain = "sha256:" + hashlib.sha256(definition).hexdigest()

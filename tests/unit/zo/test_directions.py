@@ -1,4 +1,4 @@
-"""Directions: the published generator, the pinned vectors, and independence of how they are asked for."""
+"""Tests of directions: the published generator, golden vectors, and independence of the order of calls."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from tests.unit.zo.logs import header_kinds, kind_fields, make_header
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "directions.json").read_text())
 
-# Random123, tests/kat_vectors, philox4x32 10
+# From Random123, tests/kat_vectors, philox4x32 10.
 KNOWN_ANSWERS = [
     ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
@@ -61,7 +61,7 @@ def test_directions_match_the_golden_vectors(vector: dict[str, Any]) -> None:
     )
     if vector["query"] < header.queries:
         z_K = directions_of(header, vector["step"])[vector["query"]]
-    else:  # beyond what a header may ask for
+    else:  # more queries than a header may have
         z_K = direction(seed=header.seed, step=vector["step"], query=vector["query"], counts=header.counts)
     assert z_K.dtype == np.int8
     assert z_K[:12].tolist() == vector["first"]

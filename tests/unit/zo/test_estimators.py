@@ -1,4 +1,4 @@
-"""Each estimator: its variants, its arithmetic, and that its mean is the gradient of a quadratic."""
+"""Tests of each estimator: its variants, its arithmetic, and a mean equal to a quadratic's gradient."""
 
 import math
 from typing import Any
@@ -40,7 +40,7 @@ def quadratic() -> QuadraticEngine:
 
 
 def mean_step(descent: Descent, steps: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and standard error of the estimated gradient at the base, over steps, [k] each."""
+    """Return mean and standard error of the estimated gradient at the base over steps, [k] each."""
     header = descent.header
     found_TK = np.zeros((steps, K))
     for step in range(steps):
@@ -60,7 +60,7 @@ def test_the_mean_of_estimates_is_the_gradient(kind: EstimatorKind) -> None:
 
 def test_one_sided_differences_are_unbiased_with_as_few_as_two_queries() -> None:
     mean_K, _ = mean_step(kind_descent(EstimatorKind.ONE_SIDED, queries=2, total_steps=2500), 2500)
-    # Without the factor q / (q - 1) this slope would be a half
+    # Without the factor q / (q - 1), this slope would be one half.
     assert mean_K @ GRADIENT / (GRADIENT @ GRADIENT) == pytest.approx(1.0, abs=0.08)
 
 
@@ -122,6 +122,6 @@ def test_split_takes_equations_6_and_8_with_a_scalar_for_each_direction() -> Non
     loss, g_Q = estimate(
         FixedEngine(POWERS, k=K), BATCH, kind_descent(EstimatorKind.SPLIT, **fields, epsilon=0.5), ZERO, 0
     )
-    # Lower: (mean of the first four - mean of the last four) / (2 * 0.5); upper: differences of pairs
+    # Lower: (mean of the first four - mean of the last four) / (2 * 0.5). Upper: differences of pairs.
     assert g_Q.tolist() == [3.75 - 60.0, 1 - 2, 4 - 8, 16 - 32, 64 - 128]
     assert loss == 255 / 8

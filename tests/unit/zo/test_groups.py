@@ -1,4 +1,4 @@
-"""Directions that do not overlap: the reference's groups, orthogonal projections, and records of a change."""
+"""Tests of directions without overlap: groups of the reference, orthogonal projections, and records."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def gradient_header(**changes: Any) -> LogHeader:
 
 
 def dense(header: LogHeader, step: int) -> NDArray[np.int64]:
-    """All directions of a step, [q, k]."""
+    """Return all directions of a step, [q, k]."""
     found = grouping(header, step)
     z_QK = np.zeros((header.queries, header.k), np.int64)
     z_QK[found.group_K, np.arange(header.k)] = found.sign_K

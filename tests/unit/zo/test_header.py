@@ -1,4 +1,4 @@
-"""The header: its one byte form, its limits, and what it is bound to."""
+"""Tests of the header: its only byte form, its limits, and its bindings."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The journal: what is appended survives, what a crash tore is cut, what was damaged is refused."""
+"""Tests of the journal: appended records survive, torn tails are cut, and damaged files are refused."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ def state_of(journal: Journal) -> list[int]:
 
 
 def write_journal(path: Path, rows: list[list[int]] = ROWS) -> list[int]:
-    """A journal of `rows`; returns where the header and then each record ends."""
+    """Write a journal of `rows`. Return the ends of the header and of each record."""
     ends = []
     with Journal.create(path, make_header()) as journal:
         ends.append(path.stat().st_size)

@@ -1,4 +1,4 @@
-"""The lattice: one rounding, exact integers, and refusals instead of saturation."""
+"""Tests of the lattice: one rounding, exact integers, and errors instead of saturation."""
 
 import hashlib
 import math
@@ -31,7 +31,7 @@ floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=
 def test_values_round_once_to_float64_and_once_to_float32(w: float, s: int, exponent: int) -> None:
     got = values(np.array([w], np.float32), np.array([s], np.int64), exponent)
     assert got.dtype == np.float32
-    # A Fraction is exact and its float() is correctly rounded, so this is FORMAT 7.2 word by word
+    # A Fraction is exact, and its float() rounds correctly, so this follows FORMAT 7.2 exactly.
     in_float64 = float(Fraction(w) + s * Fraction(2) ** exponent)
     (expected,) = struct.unpack("<f", struct.pack("<f", in_float64))
     assert float(got[0]) == expected
@@ -40,7 +40,7 @@ def test_values_round_once_to_float64_and_once_to_float32(w: float, s: int, expo
 def test_state_zero_gives_the_package_values_bit_for_bit() -> None:
     w_K = np.array([0.1, -0.0, 1e-40, -3e38], dtype=np.float32)
     got = values(w_K, np.zeros(4, np.int64), -20)
-    # Adding +0.0 in float64 turns -0.0 into 0.0; every other value keeps its bits
+    # Adding +0.0 in float64 turns -0.0 into 0.0. All other values keep their bits.
     assert got.tolist() == w_K.tolist()
     assert (got.view(np.uint32) == w_K.view(np.uint32)).tolist() == [True, False, True, True]
 
@@ -73,7 +73,7 @@ def test_coefficient_rounds_half_to_even_and_undoes_factors(projected_grad: floa
 
 @pytest.mark.parametrize("projected_grad", [math.nan, math.inf, -math.inf, 1e10])
 def test_coefficient_refuses_what_is_not_finite(projected_grad: float) -> None:
-    """A quotient that overflows included."""
+    """The last case is a quotient that overflows."""
     with pytest.raises(InputError, match="finite"):
         coefficient_of(projected_grad, learning_rate=1e300, step_unit_exponent=-100)
 

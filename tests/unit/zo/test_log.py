@@ -1,4 +1,4 @@
-"""The canonical log: one byte string for one sequence of steps, small, and the same after a round trip."""
+"""Tests of the canonical log: one byte string per sequence of steps, small, and stable in round trips."""
 
 import struct
 from typing import Any
@@ -58,7 +58,7 @@ def test_the_layout_is_the_one_that_the_format_states() -> None:
     ]
     data = encode_canonical(header, records)
     head = b"PMLLOG1\n" + struct.pack("<I", len(header_bytes)) + header_bytes + struct.pack("<I", 3)
-    # two flagged steps, (1, 2), (2, 1), then zigzag -1 -> 1, 0 -> 0, 100 -> 200 = 0xC8 0x01
+    # Two flagged steps, (1, 2) and (2, 1). Then zigzag -1 -> 1, 0 -> 0, 100 -> 200 = 0xC8 0x01.
     payload = bytes([2, 1, 2, 2, 1, 1, 0, 0xC8, 0x01])
     assert data[: len(head)] == head
     assert data[len(head) + 4 : -4] == struct.pack("<I", len(payload)) + payload

@@ -1,4 +1,4 @@
-"""The packed state: one byte string, read by the reference too, with the state digest of its log."""
+"""Tests of the packed state: one byte string, readable by the reference, with the state digest of its log."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_a_state_has_the_bytes_that_the_format_states() -> None:
         b'{"format":"permille-state","k":3,"mask_digest":"sha256:' + b"b" * 64 + b'","origin":"personal",'
         b'"package_digest":"sha256:' + b"a" * 64 + b'","step_unit_exponent":-20,"version":1}'
     )
-    # 0, 1, 4 with three bits each: 000 100 001, filled from the lowest bit
+    # 0, 1, 4 with three bits each: 000 100 001, filled from the lowest bit.
     assert data[:-32] == b"PMLSTA1\n" + len(header).to_bytes(4, "little") + header + b"\x03\x08\x01"
 
 
@@ -72,7 +72,7 @@ def test_blocks_have_their_own_width(k: int) -> None:
 
 def test_zeros_take_a_byte_a_block() -> None:
     one, many = (len(encode_state(state_header(k=k), np.zeros(k, np.int64))) for k in (4096, 40_960))
-    assert many - one == 9 + 1  # nine blocks, and a digit of k
+    assert many - one == 9 + 1  # nine blocks, and one more digit of k
 
 
 def test_log_and_packed_state_of_a_run_have_one_digest() -> None:

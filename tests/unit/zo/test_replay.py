@@ -1,4 +1,4 @@
-"""Replay: the integers of the reference, in any order, in any pieces."""
+"""Tests of replay: the integers of the reference, in any order and in any pieces."""
 
 import json
 from itertools import pairwise

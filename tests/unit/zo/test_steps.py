@@ -1,4 +1,4 @@
-"""Steps: they descend, they are pure, and nothing that is not finite becomes one."""
+"""Tests of steps: they reduce the loss, are pure, and are never taken with numbers that are not finite."""
 
 import math
 from typing import Any
@@ -41,7 +41,7 @@ def loss_of(s_K: NDArray[np.int64], header: LogHeader) -> float:
 def step_of(
     losses: list[float], slope: float = 0.0, *, normalised: bool = False, **changes: Any
 ) -> StepRecord:
-    """Step 0 of an engine that returns these numbers."""
+    """Return step 0 of an engine that returns these numbers."""
     descent = Descent(header=make_header(**changes), w_base_K=W_BASE)
     return take_step(FixedEngine(losses, slope), BATCH, descent, ZERO, 0, normalised=normalised)
 
@@ -120,7 +120,7 @@ def test_what_the_format_cannot_hold_is_rejected_not_saturated(
 
 
 def test_a_normalised_step_is_as_long_as_its_learning_rate_says() -> None:
-    # projected_grad = (2 - 1) / (2 * 0.5) = 1 for the first query, -4 for the second: rms sqrt(17 / 2)
+    # projected_grad = (2 - 1) / (2 * 0.5) = 1 for the first query and -4 for the second: rms sqrt(17 / 2)
     fields: dict[str, Any] = {"epsilon": 0.5, "learning_rate": 1.0, "step_unit_exponent": -10}
     free, normalised = (step_of([2.0, 1.0, 1.0, 5.0], normalised=n, **fields) for n in (False, True))
     steep = step_of([2e30, 1e30, 1e30, 5e30], normalised=True, **fields)
