@@ -51,7 +51,7 @@ def test_the_result_depends_on_corpus_and_seed_alone() -> None:
 
 
 def test_windows_with_the_smallest_philox_keys_win() -> None:
-    # Keys of windows w = 0 to 15 at seed 9: high and low word of Philox4x32-10 at (w, 0, 2^32 - 1, 2^32 - 2).
+    # The key of window w has the first two words of Philox4x32-10 at (w, 0, 2^32 - 1, 2^32 - 2).
     from permille.zo.philox import philox4x32_10
 
     low, high, _, _ = philox4x32_10((np.arange(16), 0, 0xFFFFFFFF, 0xFFFFFFFE), 9)

@@ -1,4 +1,4 @@
-/* Reads one call from a file, runs the kernel, writes its result and all arrays back (emulated.py). */
+/* Read one call from a file, run the kernel, and write its result and all arrays back (see emulated.py). */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -50,6 +50,7 @@ int main(int argc, char **argv) {
     for (size_t i = 0; i < sizeof TABLE / sizeof *TABLE; i++)
         if (!strcmp(TABLE[i].name, name)) kernel = TABLE[i].kernel;
     if (!kernel) return 5;
+    /* Kernels have fewer parameters. On AArch64, a callee ignores further arguments. */
     const int64_t *v = values;
     const int64_t result = kernel(v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11],
                                   v[12], v[13], v[14], v[15]);

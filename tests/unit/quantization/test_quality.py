@@ -18,7 +18,7 @@ from tests.unit.engines.tiny import tiny_model
 
 
 def tiny() -> Any:
-    """Return a tiny model whose predictions differ enough from uniform ones to show quantization errors."""
+    """Return a tiny model. Its predictions differ enough from uniform ones to show quantization errors."""
     return tiny_model("llama")
 
 

@@ -59,6 +59,7 @@ def test_nf4_equals_bitsandbytes_bit_for_bit(shape: tuple[int, int]) -> None:
 def test_nf4_equals_bitsandbytes_on_zeros_denormals_and_ties() -> None:
     table = bitsandbytes.functional.get_4bit_type("nf4", device="cpu").numpy()
     assert nf4.NF4_CODES.tobytes() == table.tobytes()
+    # Each tie is in the middle between two codes, relative to the largest weight, 1.
     between = (nf4.NF4_CODES[:-1] + nf4.NF4_CODES[1:]) / np.float32(2)
     ties = np.zeros(64, np.float32)
     ties[:15], ties[15] = between, 1

@@ -1,7 +1,7 @@
 """Tests of chat templates in the confined child, against transformers' `apply_chat_template`.
 
-The templates below are made for these tests. Each has the constructs of published ones: a system turn joined
-to the first question, tools as JSON, documents, the date, and thoughts that are cut out of earlier answers.
+The templates below are made for these tests, with the constructs of published ones. Examples are a system
+turn joined to the first question, tools as JSON, documents, the date, and earlier answers without thoughts.
 To compare published templates, too, put them as `*.jinja` into a folder and set PERMILLE_TEMPLATES to it.
 """
 

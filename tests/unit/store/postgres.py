@@ -53,6 +53,7 @@ class Server:
 
     def crash(self) -> None:
         """Cut all connections at once, and restart the server. It recovers from its log."""
+        # PostgreSQL's immediate shutdown: no checkpoint, so the restart must recover.
         self._process.send_signal(signal.SIGQUIT)
         self._process.wait(_TIMEOUT_S)
         self._process = self._start()
@@ -62,6 +63,7 @@ class Server:
         self._process.wait(_TIMEOUT_S)
 
     def _start(self) -> "subprocess.Popen[bytes]":
+        # Tests do not need durability after a crash of the machine, so fsync is off.
         options = ["-p", str(self._port), "-h", "127.0.0.1", "-k", str(self._folder), "-c", "fsync=off"]
         with (self._folder / "log").open("ab") as log:
             server = subprocess.Popen(

@@ -80,7 +80,7 @@ def log(db: Database, tenant_id: str, device_id: str) -> Log:
 
 @pytest.fixture
 def pending(log: Log) -> Log:
-    """Return a run whose log waits for a replay."""
+    """Return a run with a log that waits for a replay."""
     attach(log.db, log.tenant_id, log.device_id)
     return log
 

@@ -100,6 +100,7 @@ def test_even_curvature_cancels_in_one_sided_differences() -> None:
     descent = kind_descent(EstimatorKind.ONE_SIDED, epsilon=0.5)
     _, g_Q = estimate(engine, BATCH, descent, ZERO, 0)
     slopes_Q = directions_of(descent.header, 0) @ (1.5 * (W_BASE.astype(np.float64) - TARGET))
+    # With q = 4 queries, the factor q / (q - 1) is 4 / 3.
     assert g_Q == pytest.approx((slopes_Q - slopes_Q.mean()) * 4 / 3, rel=1e-4, abs=1e-4)
 
 

@@ -96,6 +96,7 @@ def test_a_projection_is_orthogonal() -> None:
 def test_an_empty_group_has_nothing_of_a_change() -> None:
     found_Q = grouping(gradient_header(queries=8192), 0).project(np.ones(K))
     assert np.isfinite(found_Q).all()
+    # Only K of the 8192 groups can have a weight.
     assert (found_Q == 0).sum() > 7900
 
 

@@ -73,6 +73,7 @@ def test_a_cut_at_any_byte_leaves_exactly_the_whole_records(path: Path) -> None:
         contents = parse_journal(data[:cut], path)
         assert [list(record.coefficients) for record in contents.records] == ROWS[:whole]
         assert contents.torn_bytes == cut - ends[whole]
+    # The sixth record is torn after 3 bytes.
     path.write_bytes(data[: ends[5] + 3])
     with Journal.open(path) as journal:
         assert journal.torn_bytes == 3

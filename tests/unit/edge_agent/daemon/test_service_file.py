@@ -16,6 +16,7 @@ COMMAND = ["/opt/agent/bin/permille-agent", "--home", "/home/me/.local/share/per
 
 def parse(text: str) -> RawConfigParser:
     parser = RawConfigParser(strict=True)
+    # systemd's option names are case-sensitive. By default, the parser would make them lowercase.
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string(text)
     return parser

@@ -47,7 +47,7 @@ Doing = Callable[[str], None]
 
 @pytest.fixture
 def child_doing(monkeypatch: pytest.MonkeyPatch) -> Doing:
-    """Return a function that makes `train_in_child` start a child whose training is the given Python code."""
+    """Return a function that sets the Python code which `train_in_child` runs as its training."""
     real = subprocess.Popen
 
     def install(body: str) -> None:
@@ -142,6 +142,7 @@ def test_a_child_outlives_signals_but_not_its_parent(home: Home) -> None:
             time.sleep(0.01)
         os.kill(child.pid, signal.SIGTERM)
         os.kill(child.pid, signal.SIGINT)
+        # Time for the signals to arrive.
         time.sleep(0.2)
         assert psutil.Process(child.pid).is_running()
         child.stdin.close()  # the parent's death closes this pipe, too

@@ -101,6 +101,7 @@ def test_what_goes_wrong_on_the_way_costs_bytes_only(
     assert sum(added) == len(DATA)
     assert not any(fault.times for fault in service.faults)
     if service.faults[-1].ignore_range:
+        # The server starts from the beginning, so the progress goes back.
         assert min(added) == -50_000
 
 
@@ -108,6 +109,7 @@ def test_what_goes_wrong_on_the_way_costs_bytes_only(
 def test_a_download_that_gets_nowhere_ends(
     device: Device, service: DeviceService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # No attempt is this fast, so each one counts as a failure.
     monkeypatch.setattr(download, "LEAST_RATE", 1 << 30)
     service.faults = [Fault(path="blobs", cut_after=1, times=99)]
     with pytest.raises(ServiceUnavailableError):

@@ -93,6 +93,7 @@ def test_a_link_is_removed_and_its_target_is_not(home: Home, tmp_path: Path) -> 
     (folder / "file").write_bytes(SECRET)
     (home.runs / "link").symlink_to(outside)
     (home.runs / "folder").symlink_to(folder)
+    # Overwriting the content of a hard link would destroy the file outside.
     os.link(outside, home.runs / "hard")
     forget(home)
     assert outside.read_bytes() == (folder / "file").read_bytes() == SECRET
@@ -127,6 +128,7 @@ def test_the_wish_to_delete_survives_what_cannot_be_erased(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
+        # The report is erased before the file that cannot be erased.
         report: tuple[str, list[str], list[str]] = (str(home.reports), [], [f"{RUN_ID}.json"])
         patch.setattr("os.walk", lambda *_, **__: iter([report, (str(home.root), [], ["stuck"])]))
         with pytest.raises(OperatorError, match="Cannot erase"):

@@ -114,6 +114,7 @@ def test_a_device_whose_wave_is_closed_keeps_what_it_has(device: Device) -> None
 
 
 def test_a_device_begins_only_in_a_maintenance_window(device: Device) -> None:
+    # A window of an hour that begins 12 hours away is closed now.
     later = (datetime.fromtimestamp(device.now_s, UTC).hour + 12) % 24
     window = Window(cron=f"0 {later} * * *", minutes=60, zone="UTC")
     device.service.offer(replace(OFFER, window=window))

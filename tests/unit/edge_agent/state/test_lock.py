@@ -52,7 +52,10 @@ def test_a_second_writer_is_told_who_holds_the_lock_and_a_killed_holder_leaves_i
 
 
 def code_of_another(home: Home) -> int:
-    """Return the exit code of another process that takes the lock once."""
+    """Return the exit code of another process that takes the lock once.
+
+    Its standard input is empty, so it ends at once.
+    """
     command = [sys.executable, "-c", HOLDER, str(home.root)]
     return subprocess.run(command, input=b"", capture_output=True).returncode
 

@@ -146,7 +146,7 @@ def test_moments_that_are_no_moments_are_refused(begin: Begin) -> None:
 
 
 class Spoilt(BigramEngine):
-    """An engine whose gradient has a NaN on about a third of the batches, chosen by their tokens."""
+    """An engine with a NaN in its gradient for about a third of the batches, chosen by their tokens."""
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
         loss, gradient_K = super().gradient(values_K, batch)
@@ -217,7 +217,7 @@ GRADIENT = {"estimator": EstimatorKind.GRADIENT, "queries": 0, "steps": 30, "rat
 
 @pytest.fixture
 def writer(device: Device, tmp_path: Path) -> Device:
-    """Return a device whose user has more text."""
+    """Return a device with more text."""
     return replace(device, text=user_text(tmp_path, 900))
 
 
