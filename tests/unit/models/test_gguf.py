@@ -220,7 +220,6 @@ def test_blocks_of_256_are_decoded(name: str, tmp_path: Path) -> None:
 
 
 def test_types_that_are_not_read_are_refused_by_name(llama: Path, tmp_path: Path) -> None:
-    data = np.zeros((64, 64 // 32 * 24), np.uint8)
     kind = GGMLQuantizationType.IQ4_NL
     data = np.zeros((64, 64 // 32 * 18), np.uint8)
     path = rewritten(GGUFReader(llama), tmp_path / "o.gguf", {"blk.0.attn_output.weight": (data, kind)})
