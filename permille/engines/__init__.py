@@ -1,1 +1,1 @@
-"""Engines compute a package: losses of several variants of the sparse values on one batch, and text."""
+"""Engines run a package: they compute losses of several variants of its sparse values, and generate text."""

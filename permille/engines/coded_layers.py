@@ -1,14 +1,15 @@
 """Torch modules that keep quantized weights in their codes.
 
 No module holds a floating-point copy of its matrix. bitsandbytes multiplies NF4 codes. For other schemes, a
-tile of output rows is decoded at a time, with torch operations that every device has. Embeddings in 8 bits
-decode only the rows that are looked up, and a head is multiplied tile by tile.
+tile of output rows is decoded at a time, with torch operations that every device has. An 8-bit embedding
+decodes only the rows that are looked up. The head is decoded and multiplied tile by tile.
 
 A linear layer sees the rows of all variants together, one variant after the other. The product with the codes
 is computed once. Then each variant adds its own part.
 
-# Legend: V variants, M rows of a variant; N, K = out and in features; R rows of a tile; C masked weights of a
-# layer, or an adapter's numbers; G groups of a row; D vocabulary, H hidden size.
+# Legend: V variants, M rows of a variant; N, K = out and in features; R rows of a tile, or an adapter's rank;
+# C masked weights of a layer, or an adapter's numbers; G groups of a row; D vocabulary, H hidden size;
+# L hidden states whose logits are computed.
 """
 
 from typing import Any, Protocol, assert_never
@@ -33,7 +34,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Tiled(Protocol):
-    """A matrix [N, K] that is decoded some rows at a time."""
+    """A matrix [N, K] of which a few rows are decoded at a time."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -69,7 +70,7 @@ class CodedWeight(nn.Module):
         return found
 
     def at(self, indices_C: NDArray[np.integer]) -> Tensor:
-        """Decode the weights at flat, increasing indices: float32, the same bits that products use."""
+        """Decode the weights at flat, increasing indices to float32, with the bits that products use."""
         # Use the decoder of products, tile by tile, so that `value - decoded` adds no error of its own.
         columns, found = self.shape[1], []
         for rows in tiles(self):
@@ -115,9 +116,9 @@ class CodedWeight(nn.Module):
 
     def _codes(self, first: int, last: int) -> Tensor:
         if self._bits == 8:
-            # INT8, and Q8_0 of SOURCE.
+            # The scheme INT8, or SOURCE with a Q8_0 tensor.
             return self.packed[first:last]
-        # FORMAT 4.2: the first code is in the high half. A tile may start or end in the middle of a byte.
+        # FORMAT 4.2: the first code is in the high half of a byte. A tile may start or end within a byte.
         pairs = self.packed[first // 2 : (last + 1) // 2]
         return torch.stack([pairs >> 4, pairs & 15], dim=1).view(-1)[first % 2 :][: last - first]
 
@@ -131,7 +132,10 @@ class CodedWeight(nn.Module):
 
 
 class SparseAdd(nn.Module):
-    """`x (S - W)^T` for each variant: the change of a weight by its sparse values (ADR 12)."""
+    """`x (S - W)^T` for each variant: what the sparse values S add to a product with the weight W (ADR 12).
+
+    Both matrices are restricted to the mask.
+    """
 
     def __init__(self, weight: CodedWeight, indices_C: NDArray[np.uint32]) -> None:
         """Index the entries. `indices_C` are flat and increasing."""
@@ -175,10 +179,10 @@ class SparseAdd(nn.Module):
 
     def gradient(self, d_MN: Tensor, x_MK: Tensor) -> Tensor:
         """Return `sum over m of d[m, row] x[m, column]` for each entry, [C]."""
-        # Transpose once, so that each entry picks two whole rows.
+        # Transpose once, so that each entry reads two contiguous rows.
         d_NM, x_KM = d_MN.T.contiguous(), x_MK.T.contiguous()
         found = torch.empty(len(self.column_C), device=x_MK.device)
-        # Work in slices, because there are as many products as rows times masked weights.
+        # Work in slices to bound the memory: each row has a product for each masked weight.
         for part in _slices(len(found), max(1, _PRODUCTS // len(x_MK))):
             order = self.order_C[part]
             found[order] = (d_NM[self.row_C[part]] * x_KM[self.column_C[order]]).sum(dim=1)
@@ -207,7 +211,7 @@ class LowRank(nn.Module):
 
 
 class CodedLinear(nn.Module):
-    """`y = x W^T + b`, plus the part of the trained values of each variant."""
+    """`y = x W^T + b`, plus what the trained values of each variant add."""
 
     def __init__(self, weight: CodedWeight, bias_N: Tensor | None, added: SparseAdd | LowRank | None) -> None:
         """`added` is None for a layer without trained values."""
@@ -216,7 +220,7 @@ class CodedLinear(nn.Module):
         self.register_buffer("bias", bias_N)
         self.bias: Tensor | None
         self.values_VC = torch.empty(1, 0)
-        """This layer's values. The engine sets them for the time of a call."""
+        """This layer's values. The engine sets them before a call and clears them afterwards."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [V * B, T, K], or [V * B * T, K] for OPT, to N columns."""
@@ -260,7 +264,7 @@ class CodedTable(nn.Module):
 
 
 class CodedEmbedding(nn.Module):
-    """An embedding, multiplied by the factor of the family."""
+    """An embedding whose rows are multiplied by a factor that the model family defines."""
 
     def __init__(self, table: CodedTable, factor: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -283,9 +287,9 @@ class CodedHead(nn.Module):
         super().__init__()
         self.table = table
         self.place_L: Tensor | slice = slice(None)
-        """The rows whose logits are computed, among all hidden states joined end to end.
+        """Indices of the hidden states whose logits are computed. All sequences are joined end to end.
 
-        The engine sets them for each call.
+        The engine sets the indices for each call.
         """
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -306,7 +310,7 @@ def tiles(weight: Tiled) -> list[slice]:
 
 
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to the device. Arrays of a package are read-only maps of a file."""
+    """Copy an array to the device, even to a CPU: a package's arrays are read-only maps of a file."""
     return torch.tensor(array, device=device)
 
 
@@ -323,7 +327,7 @@ class _TiledProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d: Tensor) -> Any:
         (d_MN,) = d
-        # Sum in float32, for an error of 0.2 %. 256 additions in bfloat16 would have one of 1.9 %.
+        # A sum in float32 has an error of 0.2 %. A sum of 256 terms in bfloat16 has one of 1.9 %.
         d_MK = torch.zeros(len(d_MN), ctx.weight.shape[1], device=d_MN.device)
         for rows in tiles(ctx.weight):
             d_MK += d_MN[:, rows] @ ctx.weight.tile(rows)
@@ -353,7 +357,7 @@ def _sparse_rows(x_MK: Tensor, index_C: Tensor, start: Tensor, value_C: Tensor) 
 
     embedding_bag adds in a fixed order, so results are reproducible.
     """
-    # A bag is an output row: it sums rows of the table, which are features, with the values as weights.
+    # Each output row n is a bag. It sums rows of `x_MK.T` (one for each feature), weighted by the values.
     summed_NM = functional.embedding_bag(
         index_C, x_MK.T.contiguous(), start, mode="sum", per_sample_weights=value_C, include_last_offset=True
     )

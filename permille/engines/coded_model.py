@@ -1,8 +1,9 @@
 """A package as a model of transformers whose linear layers, embedding and head keep their codes.
 
-transformers builds the model without memory ("meta"), from a config of a known family. Each quantized
-linear becomes a `CodedLinear`, embedding and head become tables, and each decoder layer recomputes its
-activations in the reverse pass. Everything else is code of transformers. Code of a package is never run.
+transformers builds the model from a config of a known family, on torch's device "meta", without memory. Then
+each quantized linear becomes a `CodedLinear`, embedding and head become tables, and each decoder layer
+recomputes its activations in the reverse pass. All other modules remain those of transformers. Code that
+comes with a package is never run.
 """
 
 from collections import Counter
@@ -42,7 +43,7 @@ class CodedLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self.stand_in: Callable[[Tensor, Arguments], Tensor] | None = None
-        """Called instead of the layer if it is set."""
+        """A function that is called instead of the layer, or None."""
 
     def forward(self, hidden: Tensor, **arguments: Any) -> Any:
         """Run the layer, or its stand-in."""
@@ -59,8 +60,8 @@ class CodedLayer(nn.Module):
 class CodedModel:
     """A causal language model of transformers.
 
-    Text runs through `module` as a whole. Losses run its parts one by one, because variants share layers:
-    `enter`, then the layers, then `logits`.
+    Text generation calls `module` as a whole. For losses, an engine calls its parts one by one, because
+    variants share layers: `enter`, then the layers, then `logits`.
 
     Attributes:
         module: the whole model.
@@ -90,7 +91,8 @@ class CodedModel:
 
     def enter(self, ids_BT: Tensor) -> tuple[Tensor, list[Arguments]]:
         """Return the input of the first layer, [B, T, H], and the other arguments of each layer."""
-        # The code of transformers makes embedding, mask and positions. The layers only note what they get.
+        # transformers computes embeddings, mask and positions. `note` replaces the layers, and records
+        # what each of them would get.
         entered: list[Tensor] = []
         arguments: list[Arguments] = []
 
@@ -113,7 +115,7 @@ class CodedModel:
         return logits
 
     def _around(self, module: Any, ids_BT: Tensor, stand_in: Callable[[Tensor, Arguments], Tensor]) -> Any:
-        """Run the code of transformers before and after the decoder layers."""
+        """Run what transformers does before and after the decoder layers, with `stand_in` for each layer."""
         for layer in self.layers:
             layer.stand_in = stand_in
         try:
@@ -135,9 +137,9 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.eval().requires_grad_(False)
-    # Rotary frequencies are buffers, which no package holds, and "meta" left them without numbers.
+    # Rotary frequencies are buffers. No package holds them, and on "meta" they have no numbers.
     restore_buffers(model, device)
-    # Keep the order of the package, by which `set_values` divides the values among the layers.
+    # `set_values` divides the values among the layers in the order of the package.
     linears = tuple(_linear(model, package, info, device, dtype) for info in package.manifest.tensors)
     # Replace the tables before `_fill`, which loads all parameters that remain.
     head = _tables(model, package, device, dtype)
@@ -157,10 +159,13 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
 
 
 def _positions(package: Package, most: int | None) -> int | None:
-    """Return the longest sequence. Some rotations are valid up to a length only (`permille.models.rope`)."""
+    """Return the length of the longest sequence, or None without a limit.
+
+    Some rotary embeddings are valid only up to a length (`permille.models.rope`).
+    """
     try:
         return architecture_of(package.config).positions
-    except InputError:  # transformers has the mathematics, the light engine does not
+    except InputError:  # transformers supports this model, but `architecture_of` does not
         return most
 
 
@@ -192,11 +197,11 @@ def _linear(
 
 
 def _tables(model: Any, package: Package, device: torch.device, dtype: torch.dtype) -> CodedHead:
-    """Replace embedding and head by tables. Tied ones share a table."""
+    """Replace embedding and head by tables, and return the head. Tied weights share one table."""
     embedding, head = table_names(package.config)
     table = CodedTable(package.plain(embedding), device)
     own = table if is_tied(package.config) else CodedTable(package.plain(head), device)
-    # Some families scale inside the embedding, which is replaced here; others scale after it.
+    # Some families scale inside the embedding module, which is replaced here. Others scale after it.
     factor = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
     model.set_input_embeddings(CodedEmbedding(table, factor, dtype))
     found = CodedHead(own)

@@ -1,10 +1,10 @@
 """Export of a package to folders that unmodified transformers and peft load.
 
 `export_transformers` writes decoded weights with the sparse values set, or with an adapter merged.
-`export_peft` writes an adapter alone. Load it onto the package's own model, exported without values, or
-onto the source model, which differs by the 4-bit codes.
+`export_peft` writes an adapter alone. Load the adapter onto the package's own model (exported without values)
+or onto the source model. The source model is not rounded to 4 bits, so the results differ a little.
 
-Tensors are written one by one, so memory holds the largest one. A folder appears as a whole or not at all.
+Tensors are written one by one, so memory never holds more than one. A folder appears when it is complete.
 """
 
 import json
@@ -30,15 +30,15 @@ CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 def export_transformers(package: Package, values_K: NDArray[np.float32] | None, folder: Path) -> None:
-    """Write a folder that unmodified transformers loads without any other package, in float32.
+    """Write the model in float32 to a folder that unmodified transformers loads.
 
         export_transformers(package, personal_K, Path("mine"))
         AutoModelForCausalLM.from_pretrained("mine")
 
     Args:
         package: the package.
-        values_K: float32 [k], the masked weights or the adapter's numbers. None takes the package's own.
-        folder: a new or empty folder in an existing one.
+        values_K: float32 [k], the masked weights or the adapter's numbers. None takes those of the package.
+        folder: a new or empty folder. Its parent folder must exist.
 
     Raises:
         InputError: the values have another shape or dtype or are not finite, or the folder is not empty.
@@ -64,21 +64,22 @@ def export_transformers(package: Package, values_K: NDArray[np.float32] | None, 
 
 
 def export_peft(package: Package, values_K: NDArray[np.float32] | None, folder: Path) -> None:
-    """Write a folder for `peft.PeftModel.from_pretrained(base, folder)`. LoRA-FA becomes a LoRA.
+    """Write a folder for `peft.PeftModel.from_pretrained(base, folder)`. LoRA-FA is written as LoRA.
 
     Args:
         package: a package with an adapter.
-        values_K: float32 [k], the adapter's numbers. None takes the package's own, which change nothing.
-        folder: a new or empty folder in an existing one.
+        values_K: float32 [k], the adapter's numbers. None takes those of the package, with which the adapter
+            changes nothing.
+        folder: a new or empty folder. Its parent folder must exist.
 
     Raises:
-        InputError: the package has a mask, or as `export_transformers`.
+        InputError: the package has a mask instead of an adapter, or `export_transformers` would raise it.
         OSError: the file system failed. No folder is left.
     """
     adapter = package.manifest.adapter
     if adapter is None:
         raise InputError(
-            "This package has a mask and no adapter: its sparse values are no low-rank matrices. Export it "
+            "This package has a mask and no adapter: its sparse values are not low-rank matrices. Export it "
             "for transformers or gguf."
         )
     values_K = checked_values(package, values_K)
@@ -112,13 +113,13 @@ def _peft_config(package: Package, adapter: AdapterInfo) -> bytes:
 
 
 def checked_values(package: Package, values_K: NDArray[np.float32] | None) -> NDArray[np.float32]:
-    """Check the values to write. None takes the package's own.
+    """Check the values to write. None takes those of the package.
 
     Raises:
         InputError: the values have another shape or dtype, or are not finite.
     """
     values_K = package.values() if values_K is None else values_K
-    # A longer array would be cut without an error.
+    # Without this check, a longer array would be cut silently.
     if values_K.dtype != np.float32 or values_K.shape != (package.k,):
         raise InputError(
             f"expected values float32 [{package.k}], got {values_K.dtype} {list(values_K.shape)}"
@@ -152,7 +153,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} holds files. Name a new or empty folder.")
-    # Create it in the parent, because a rename is atomic only within a file system.
+    # Create the temporary folder in the parent, because a rename is atomic only within a file system.
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
     try:
         yield temporary

@@ -1,7 +1,7 @@
 """Open an engine by name. torch is imported only when it is needed.
 
-"auto" takes the light engine if it supports the package's model, and torch otherwise. Every device has
-the light engine.
+"auto" takes the light engine if it supports the package's model, the device and the compute dtype. Otherwise,
+"auto" takes torch. Every installation includes the light engine.
 """
 
 import logging
@@ -30,26 +30,26 @@ def open_engine(
 
     Args:
         package: the package.
-        name: "auto"; "light", which computes on a CPU in float32; "light-int8", which uses 8-bit inputs of
-            linear layers and needs an int4 package; "torch", which also supports CUDA and bfloat16;
-            "executorch", which runs the package's program.
+        name: "auto"; "light", which computes on a CPU in float32; "light-int8", which rounds the inputs of
+            linear layers to 8 bits and needs an int4 package; "torch", which also supports CUDA and
+            bfloat16; "executorch", which runs the package's program.
         device: the device of torch.
         compute_dtype: the compute dtype of torch.
-        threads: the number of threads. None leaves it to the engine.
+        threads: the number of threads. None lets the engine choose.
 
     Raises:
-        InputError: the name is unknown, the engine's extra is not installed, or the engine cannot do what is
-            asked.
-        OperatorError, PackageError: as the engine's constructor.
+        InputError: the name is unknown, the engine's extra is not installed, or the engine does not support
+            the package or an argument.
+        OperatorError, PackageError: the engine's constructor raised it.
     """
     chosen = choice_of(EngineName, name, "an engine")
-    # Only torch takes another device or compute dtype.
+    # Only torch supports other devices and compute dtypes.
     plain = device == "cpu" and compute_dtype == "float32"
     if chosen is EngineName.TORCH or (chosen is AUTO and not (plain and _light_knows(package))):
         return _torch(package, device, compute_dtype, threads)
     if not plain:
         raise InputError(
-            f'The engine "{chosen}" has no {compute_dtype} on {device}, only float32 on cpu. '
+            f'The engine "{chosen}" supports only float32 on cpu, not {compute_dtype} on {device}. '
             'Use the engine "torch".'
         )
     if chosen is EXECUTORCH:
@@ -75,7 +75,7 @@ def _torch(package: Package, device: str, compute_dtype: str, threads: int | Non
     try:
         from permille.engines.torch_engine import TorchEngine
     except ModuleNotFoundError as exc:
-        # Any other missing module is a broken installation. Its own message helps more than ours.
+        # Any other missing module means a broken installation. Python's message names the module.
         if exc.name not in ("torch", "transformers", "bitsandbytes"):
             raise
         raise InputError(

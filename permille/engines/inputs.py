@@ -17,7 +17,13 @@ _MOST_NAMED = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """Input limits of a model. `positions` is None if the config sets no limit."""
+    """Input limits of a model.
+
+    Attributes:
+        k: the number of trained values.
+        vocabulary: the number of token ids.
+        positions: the length of the longest sequence. None if the config sets no limit.
+    """
 
     k: int
     vocabulary: int
@@ -25,16 +31,16 @@ class ModelLimits:
 
 
 def check_values(values_VK: NDArray[np.float32], limits: ModelLimits) -> None:
-    """Check values of several variants. Values need not be finite, but then their losses are not, either.
+    """Check the values of several variants. NaN and infinite values pass, and lead to NaN or infinite losses.
 
     Raises:
-        InputError: they are not float32 [v, k] with v of at least 1.
+        InputError: the array is not float32 [v, k], or it holds no variant.
     """
     if values_VK.dtype != np.float32 or values_VK.ndim != 2 or values_VK.shape[1] != limits.k:
         raise InputError(
             f"expected values float32 [variants, {limits.k}], got {values_VK.dtype} {list(values_VK.shape)}"
         )
-    # An engine would reduce over an empty axis.
+    # Without a variant, an engine would reduce over an empty axis.
     if len(values_VK) == 0:
         raise InputError("expected at least one variant of the values, got none")
 
@@ -43,7 +49,7 @@ def check_prompt(prompt_ids: NDArray[np.int64], limits: ModelLimits) -> None:
     """Check the token ids of a prompt.
 
     Raises:
-        InputError: they are empty or not int64 [T], an id is outside of the vocabulary, or no position is
+        InputError: the ids are empty or not int64 [T], an id is outside of the vocabulary, or no position is
             left for a new token.
     """
     if prompt_ids.dtype != np.int64 or prompt_ids.ndim != 1 or len(prompt_ids) == 0:
@@ -68,15 +74,15 @@ def check_batch(batch: Batch, limits: ModelLimits, *, soft: bool = False) -> Bat
 
     Raises:
         InputError: shapes or dtypes do not match, an id is outside of the vocabulary, padding is not on the
-            right, a row is empty, a target is at position 0 or in the padding, there is no target, a row is
-            longer than the model's positions, or soft targets are invalid or not supported.
+            right, a row is empty, a target is at position 0 or in the padding, there is no target, a row has
+            more tokens than the model takes, or soft targets are invalid or not supported.
     """
     _check_layout(batch)
     if batch.soft is not None:
         if not soft:
-            raise InputError("This engine has no soft targets. Use the light or the torch engine.")
+            raise InputError("This engine does not support soft targets. Use the light or the torch engine.")
         _check_soft(batch.soft, int(batch.target_BT.sum()), limits)
-    # Padding must be on the right. Attention is causal, so no token sees the padding behind it.
+    # Padding must be on the right. Attention is causal, so no token then attends to padding.
     length_B = batch.attention_BT.sum(axis=1)
     if (batch.attention_BT != (np.arange(batch.attention_BT.shape[1]) < length_B[:, None])).any():
         raise InputError("expected attention to be true from the left, then false (right padding)")
@@ -84,7 +90,7 @@ def check_batch(batch: Batch, limits: ModelLimits, *, soft: bool = False) -> Bat
         raise InputError(f"expected a token in each sequence, got none in row {int(length_B.argmin())}")
     if not batch.target_BT.any():
         raise InputError("The batch has no target token, so it has no loss.")
-    # No token stands before position 0 to predict it from.
+    # A token at position 0 has no earlier token that could predict it.
     if batch.target_BT[:, 0].any() or (batch.target_BT & ~batch.attention_BT).any():
         raise InputError("expected targets after position 0 and outside the padding")
     columns = int(length_B.max())
@@ -93,7 +99,8 @@ def check_batch(batch: Batch, limits: ModelLimits, *, soft: bool = False) -> Bat
             f"A sequence has {columns} tokens, and the model takes at most {limits.positions}. "
             "Cut the text into shorter sequences."
         )
-    # Ids in the padding change no loss, but an engine looks them up. 0 is always in the vocabulary.
+    # Ids in the padding change no loss, but an engine looks up their embeddings. Set them to 0, which is
+    # always in the vocabulary.
     ids_BT = np.where(batch.attention_BT, batch.input_ids_BT, 0)[:, :columns]
     _check_ids(ids_BT, limits)
     return Batch(

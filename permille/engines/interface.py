@@ -1,6 +1,7 @@
 """Interface of engines. It separates training and generation from the matrix code.
 
-An engine holds one package on one device. Its inputs are sparse values, never seeds, directions or
+An engine holds one package on one device. The caller passes the sparse values (the trained weights), often
+several variants of them that differ by a perturbation. An engine knows nothing of seeds, directions or
 optimizers. It returns NaN and infinite losses unchanged.
 
 Arrays: V variants, K masked weights of the whole package (tensors concatenated in `tensor_id` order),
@@ -19,11 +20,14 @@ from permille.engines.sampling import TokenSampling
 from permille.zo.estimators import Batch, Differentiable, LossEngine
 
 REVERSE_PASSES = 3
-"""Passes through a layer for a gradient: forward, forward again in the reverse pass, and backward."""
+"""A gradient takes three passes through a layer: forward, forward again in the reverse pass, and backward."""
 
 
 class EngineInfo(TypedDict):
-    """Description of an engine in a report. A resumed run has the same bits only on an equal engine."""
+    """Description of an engine in a report.
+
+    A resumed run computes the same bits only on an engine with an equal description.
+    """
 
     name: str
     version: str
@@ -42,8 +46,8 @@ class Engine(LossEngine, Protocol):
     def layer_passes(self) -> int:
         """Count how often a sequence has passed through a decoder layer so far, forward or backward.
 
-        The passes of all variants add up. Work that variants share counts once. Divide by the number of
-        layers to get forward passes of one row, the unit of the results pages.
+        The passes of all variants add up. Work that variants share counts once. The results pages divide
+        this number by the number of layers, and call the quotient forward passes of one row.
         """
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
@@ -52,7 +56,7 @@ class Engine(LossEngine, Protocol):
     def generate(
         self, values_K: NDArray[np.float32], prompt_ids: NDArray[np.int64], sampling: TokenSampling
     ) -> Iterator[int]:
-        """Yield new token ids one by one, until a stop id, the limit, or the last position of the model.
+        """Yield new token ids one by one, up to a stop id, the token limit, or the model's last position.
 
         For example, up to 20 tokens of the base model:
 
@@ -64,7 +68,7 @@ class Engine(LossEngine, Protocol):
             sampling: the settings.
 
         Raises:
-            InputError: an argument is out of range. The call raises it, not the first `next`.
+            InputError: an argument is out of range. The call itself raises the error, before any `next`.
         """
 
     def info(self) -> EngineInfo:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from permille.errors import InputError
 
-# As many as in llama.cpp (`repeat_last_n`).
+# The repeat penalty covers this many of the last new tokens, as in llama.cpp (`repeat_last_n`).
 REPEATED_TOKENS: Final = 64
 
 
@@ -25,10 +25,12 @@ class TokenSampling:
             have no effect.
         top_p: sample from the smallest set of most likely tokens with this total probability, in (0, 1].
         top_k: sample from this many of the most likely tokens. 0 sets no limit.
-        repeat_penalty: makes each of the last 64 new tokens less likely. 1 does nothing. A positive logit is
-            divided by it, a negative one multiplied (Keskar et al. 2019, section 4.1). Tokens of the prompt
-            are not penalised: an answer uses words of its question, and the prompt contains the end of turns.
-        seed: the same arguments on the same machine and build give the same tokens.
+        repeat_penalty: makes each of the last 64 new tokens less likely. 1 does nothing. Positive logits are
+            divided by the penalty, and negative ones are multiplied by it (Keskar et al. 2019, section 4.1).
+            Tokens of the prompt are not penalised, because an answer repeats words of its question, and
+            because the prompt contains the token that ends the answer.
+        seed: the seed of the random choices. The same arguments give the same tokens on the same machine
+            and build.
         stop_ids: tokens that end the text. They are not yielded.
 
     Raises:
@@ -67,11 +69,12 @@ def generate_tokens(
     """Yield new token ids one by one, up to a stop id.
 
     Args:
-        next_logits: returns the logits [D] after the given ids, which follow all ids of earlier calls.
+        next_logits: takes the ids that follow those of earlier calls, and returns the logits [D] of the
+            token after them.
         prompt_ids: int64 [T], the ids of the first call.
         room: the largest number of new tokens.
     """
-    # Each text has its own generator, so that other calls do not change its tokens.
+    # Each text has its own random generator, so that other calls do not change its tokens.
     rng = np.random.Generator(np.random.Philox(sampling.seed))
     written: list[int] = []
     ids = prompt_ids
@@ -81,7 +84,7 @@ def generate_tokens(
             return
         yield token
         written.append(token)
-        # The engine keeps keys and values of earlier tokens, so it needs the new one only.
+        # The engine keeps keys and values of earlier tokens, so it needs only the new token.
         ids = np.array([token], dtype=np.int64)
 
 
@@ -110,7 +113,7 @@ def next_token(
     Args:
         logit_D: the logits.
         sampling: the settings.
-        rng: the generator of a sampled choice.
+        rng: the random generator. It is used only if the temperature is above 0.
         written: the new tokens so far, without the prompt.
 
     Raises:
@@ -131,7 +134,7 @@ def next_token(
 
 
 def _sampled(logit_D: NDArray[np.float64], sampling: TokenSampling, rng: np.random.Generator) -> int:
-    """Sample by the inverse of the cumulative distribution, cut by top_k, then by top_p."""
+    """Sample by inverting the cumulative distribution of the tokens that top_k and then top_p keep."""
     # Sort stably, so that equally likely tokens stay in the order of their ids.
     order_D = np.argsort(-logit_D, kind="stable")[: sampling.top_k or None]
     # Subtract the largest logit, so that no exponential overflows.
@@ -140,5 +143,5 @@ def _sampled(logit_D: NDArray[np.float64], sampling: TokenSampling, rng: np.rand
     # The token at which the sum reaches top_p belongs to the set.
     kept = min(int(np.searchsorted(cumulative_D, sampling.top_p)) + 1, len(cumulative_D))
     drawn = rng.random() * cumulative_D[kept - 1]
-    # The product above can round up to the whole sum, which lies behind the last token.
+    # The product above can round up to the full sum. The index found is then one past the last token.
     return int(order_D[min(int(np.searchsorted(cumulative_D[:kept], drawn, side="right")), kept - 1)])

@@ -1,13 +1,14 @@
-"""The torch engine: a package in codes on a CPU or a GPU, with all variants and rows of a batch together.
+"""The torch engine, for a CPU or a GPU. It runs all variants and rows of a batch together.
 
     engine = TorchEngine(package, device="cuda", compute_dtype="bfloat16")
     losses_V = engine.losses(values_VK, batch)
 
 Weights stay in the codes of the package (`coded_layers`). Work that variants share is done once
-(`variants`). torch's reverse mode computes gradients. Each decoder layer keeps its input and recomputes
-the rest. Losses are float32 for any compute dtype, and their mean is computed in float64.
+(`variants`). torch's reverse mode computes gradients. For these, each decoder layer keeps only its input and
+recomputes the rest. Losses are float32 for any compute dtype, and their mean is computed in float64.
 
-# Legend: V variants, K masked weights, B sequences, T tokens, L target tokens.
+# Legend: V variants, K masked weights, B sequences, T tokens, L target tokens, G groups of equal variants,
+# H hidden size, D vocabulary, N tokens that a soft target lists, S = G * L.
 """
 
 import threading
@@ -37,8 +38,9 @@ from permille.version import __version__
 from permille.zo.estimators import Batch, SoftTargets
 
 DEFAULT_MAX_TOKENS = 4096
-"""The largest number of tokens of all variants in one pass. It bounds the activations."""
-# The least probability of all tokens that a soft target does not name. A smaller one is only rounding.
+"""The largest number of tokens of all variants in one pass. It bounds the memory for activations."""
+# Lower bound for the total probability of the tokens that a soft target does not list. A smaller total is
+# only rounding error.
 _LEAST_REST = 1e-6
 
 
@@ -54,7 +56,10 @@ class _Rows:
     """Some rows of a batch, up to the token before their last target.
 
     Attributes:
-        place_L: the position of the token before each target, with the rows joined end to end.
+        ids_BT: the token ids.
+        place_L: the index of the token before each target, with the rows joined end to end.
+        target_L: the target tokens.
+        soft: soft targets, or None.
     """
 
     ids_BT: Tensor
@@ -81,8 +86,8 @@ class TorchEngine:
             package: the package.
             device: "cpu", "cuda" or "cuda:<index>".
             compute_dtype: "float32" or "bfloat16".
-            threads: torch's threads in the whole process. None keeps torch's setting.
-            max_tokens: the largest variants * tokens of one pass. Larger calls run in parts.
+            threads: the number of torch's threads in the whole process. None keeps torch's setting.
+            max_tokens: the largest number of tokens of all variants in one pass. Larger calls run in parts.
 
         Raises:
             InputError: the model family or compute dtype is unknown, or a number is out of range.
@@ -135,7 +140,7 @@ class TorchEngine:
         """Return the mean loss over the batch's targets for each variant, float32 [v]."""
         check_values(values_VK, self._limits)
         losses_VL = self._token_losses(values_VK, check_batch(batch, self._limits, soft=True))
-        # A loss that is not finite is a result here, not a warning.
+        # NaN and infinite losses are valid results, so numpy must not warn of them.
         with np.errstate(invalid="ignore", over="ignore"):
             losses_V: NDArray[np.float32] = losses_VL.mean(axis=1, dtype=np.float64).astype(np.float32)
         return losses_V
@@ -149,7 +154,7 @@ class TorchEngine:
         return losses_L
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """Return the mean loss and its gradient by the sparse values, by reverse mode."""
+        """Return the mean loss and its gradient with respect to the sparse values, by reverse mode."""
         check_values(values_K[None], self._limits)
         batch = check_batch(batch, self._limits, soft=True)
         # Add up the parts in float64, so that the division into parts hardly changes the result.
@@ -163,7 +168,7 @@ class TorchEngine:
                 state = run.through(layers)
                 loss = self._losses_of(rows, state).double().sum()
                 (gradient_1K,) = torch.autograd.grad(loss, values_1K)
-                # The pass has counted its forward part. The reverse pass ends at the lowest masked layer.
+                # `run` has counted the forward pass. The reverse pass ends at the lowest masked layer.
                 above = (REVERSE_PASSES - 1) * (layers - lowest) * len(rows.ids_BT)
                 self._layer_passes += run.layer_passes + above
                 loss_sum += float(loss.detach())
@@ -179,14 +184,14 @@ class TorchEngine:
         check_values(values_K[None], self._limits)
         check_prompt(prompt_ids, self._limits)
         values_1K = self._tensor(values_K[None])
-        # A cache without the config keeps every token. The attention mask applies the windows.
+        # Without a config, the cache keeps every token. The attention mask applies sliding windows.
         cache = transformers.DynamicCache()
 
         def next_logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
             # The lock is taken for each token, so a consumer that pauses does not block other callers.
             with self._lock, torch.no_grad():
                 self._model.set_values(values_1K, self._counts)
-                # Only the last token decides on the next one, so the head computes one row.
+                # The last hidden state alone predicts the next token, so the head computes one row.
                 self._model.head.place_L = torch.tensor([len(ids) - 1], device=self._device)
                 found = self._model.module(self._tensor(ids[None]), past_key_values=cache, use_cache=True)
                 logits_D: NDArray[np.float32] = found.logits[0].cpu().numpy()
@@ -197,7 +202,7 @@ class TorchEngine:
         return generate_tokens(next_logits, prompt_ids.copy(), sampling, room)
 
     def _token_losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Return the losses [V, L] of a checked batch, in parts of at most `max_tokens`."""
+        """Return the losses [V, L] of a checked batch, computed in parts of at most `max_tokens`."""
         found_VL = np.empty((len(values_VK), int(batch.target_BT.sum())), np.float32)
         rest_VL = found_VL
         with self._lock, torch.no_grad():
@@ -238,7 +243,7 @@ class TorchEngine:
             )
 
     def _losses_of(self, rows: _Rows, state_GBTH: Tensor) -> Tensor:
-        """Return `-log p(token | earlier tokens)` of the targets, or the divergence: [G, L]."""
+        """Return `-log p(token | earlier tokens)`, or the divergence from soft targets: [G, L]."""
         groups = len(state_GBTH)
         logits_SD = self._model.logits(state_GBTH.flatten(1, 2)[:, rows.place_L].flatten(0, 1))
         if rows.soft is None:
@@ -261,7 +266,7 @@ class _VariantsPass:
         self._model, self._counts = model, counts
 
     def through(self, layers: int) -> Tensor:
-        """Return the state after the lowest layers."""
+        """Return the state after the lowest `layers` layers."""
         state = self._entered
         for number in range(layers):
             state = self.run_layer(number, state)
@@ -272,7 +277,7 @@ class _VariantsPass:
 
     def fork(self, state: Tensor, source_G: list[int], values_GK: NDArray[np.float32]) -> Tensor:
         self._model.set_values(as_tensor(values_GK, state.device), self._counts)
-        # Indexing with a list copies, so the kept state stays whole.
+        # Indexing with a list copies, so the kept state does not change.
         return state[source_G]
 
     def run_layer(self, number: int, state: Tensor) -> Tensor:
@@ -282,7 +287,7 @@ class _VariantsPass:
 
 
 def divergence(logits_LD: Tensor, ids_LN: Tensor, p_LN: Tensor) -> Tensor:
-    """Return `sum_i p_i log(p_i / q_i)`, [L]. All tokens that are not named form one class."""
+    """Return `sum_i p_i log(p_i / q_i)`, [L]. All tokens that are not in `ids_LN` form one class."""
     log_q_LN = functional.log_softmax(logits_LD, dim=1).gather(1, ids_LN)
     named_L = (torch.xlogy(p_LN, p_LN) - p_LN * log_q_LN).sum(dim=1)
     rest_L = (1 - p_LN.sum(dim=1)).clamp(min=_LEAST_REST)

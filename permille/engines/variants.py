@@ -1,9 +1,9 @@
-"""Sharing of work between variants.
+"""Sharing of work between variants of the sparse values.
 
 A layer runs once for all variants that have the same values in this layer and in all layers below it.
 
-For example, layers below the first perturbed one are computed once per batch. The light and the torch engine
-both follow this rule, so they report the same layer passes.
+For example, layers below the first perturbed one are computed once per batch. The light engine and the torch
+engine both follow this rule, so they report the same number of layer passes.
 
 # Legend: V variants, G groups of them, K masked weights.
 """
@@ -19,12 +19,12 @@ from permille.package.reader import Package
 
 State = TypeVar("State")
 Groups = list[list[int]]
-"""Groups of variants, each given by its row in `values_VK`.
+"""Groups of variants. A variant is given by its row in `values_VK`.
 
 The variants of one group have had the same values in every layer so far, so they share one state.
 """
 Spans = tuple[tuple[slice, ...], ...]
-"""For each decoder layer, where its values lie among those of the package."""
+"""For each decoder layer, the slices of the package's values that belong to it."""
 
 
 class DecoderPass(Protocol[State]):
@@ -38,8 +38,8 @@ class DecoderPass(Protocol[State]):
 
         Args:
             state: the state of the groups so far.
-            source_G: for each new group, its group in `state`. `source_G[i] <= i`, so an engine can copy in
-                place, from the end.
+            source_G: for each new group, the index of the old group that it was part of. Because
+                `source_G[i] <= i`, an engine can copy in place if it starts with the last group.
             values_GK: the values of each new group.
         """
 
@@ -48,12 +48,12 @@ class DecoderPass(Protocol[State]):
 
 
 def layer_spans(package: Package) -> Spans:
-    """Find the values of each decoder layer."""
+    """Return the slices of the values of each decoder layer."""
     found: list[list[slice]] = [[] for _ in range(int(package.config["num_hidden_layers"]))]
     start = 0
     for info in package.manifest.tensors:
         if info.count:
-            # `layer_of` never returns None here, because all tensors of a manifest lie in a layer.
+            # `layer_of` never returns None here, because all tensors of a manifest belong to a layer.
             found[layer_of(info.name) or 0].append(slice(start, start + info.count))
         start += info.count
     return tuple(tuple(spans) for spans in found)
@@ -70,9 +70,11 @@ def run_variants(
     """Yield groups of equal variants, and their states after the last layer.
 
     Args:
-        spans: as `layer_spans`.
-        state: one group's input of the lowest layer with a trained value.
-        room: the most groups that go through a layer together. If there are more, they are processed in
+        decoder: the engine's pass.
+        values_VK: the values of all variants.
+        spans: the result of `layer_spans`.
+        state: the state of a single group, before the lowest layer with a trained value.
+        room: the largest number of groups that go through a layer together. More groups are processed in
             parts. Each part starts from a copy of the shared state.
     """
 
@@ -90,7 +92,7 @@ def run_variants(
                 for begin in range(0, len(parts), room):
                     yield from above(number, *forked(parts[begin : begin + room], kept))
                 return
-            # Groups only ever split, so an equal number means the same groups.
+            # Groups are only ever split. An equal number means that no group was.
             if len(parts) != len(groups):
                 groups, state = forked(parts, state)
             state = decoder.run_layer(number, state)
@@ -98,7 +100,7 @@ def run_variants(
 
     def forked(parts: list[tuple[int, list[int]]], state: State) -> tuple[Groups, State]:
         groups = [part for _, part in parts]
-        # One variant speaks for its group. Before a layer where the others differ, the group is split.
+        # Take the values of the first variant of a group. A group is split before its variants differ.
         chosen_GK = values_VK[[variants[0] for variants in groups]]
         return groups, decoder.fork(state, [group for group, _ in parts], chosen_GK)
 
@@ -107,12 +109,12 @@ def run_variants(
 
 
 def agreeing(values_VK: NDArray[np.float32], variants: list[int], spans: Sequence[slice]) -> Groups:
-    """Group variants whose values in a layer agree bit by bit."""
+    """Group the variants whose values in a layer are equal bit by bit."""
     if len(variants) == 1:
         return [variants]
     found: dict[bytes, list[int]] = {}
     for variant in variants:
-        # Compare bits, so that equal NaN agree, and 0 and -0 do not.
+        # Compare bits, so that a NaN equals itself, and 0 differs from -0.
         key = b"".join(values_VK[variant, span].tobytes() for span in spans)
         found.setdefault(key, []).append(variant)
     return list(found.values())

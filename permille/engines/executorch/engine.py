@@ -1,8 +1,8 @@
 """The engine of an exported program: losses of variants by ExecuTorch's runtime, without torch.
 
-An export fixes the shape of a program. So a call is cut into passes. Each row of a pass is a pair of a
-variant and a sequence. Unused rows are computed and ignored. Attention is causal, so
-padding changes no loss.
+An export fixes the shape of a program, so a call is cut into passes of this shape. Each row of a pass is a
+pair of a variant and a sequence. Unused rows are computed and ignored. Attention is causal, so padding
+changes no loss.
 
 This engine computes neither gradients nor text. Train with an estimator of losses, and use another engine to
 generate text.
@@ -105,7 +105,7 @@ class ExecutorchEngine:
         """Return the mean loss over the batch's targets for each variant, float32 [v]."""
         check_values(values_VK, self._limits)
         batch = check_batch(batch, self._limits)
-        # Losses start at the second token, because none stands before the first.
+        # Losses start at the second token, because the first token has no earlier token to predict it.
         losses_VBT = self._losses(values_VK, batch)
         with np.errstate(all="ignore"):
             means_V: Array = (
@@ -147,7 +147,7 @@ class ExecutorchEngine:
                 pair = np.arange(first, last)
                 variant, row = pair // sequences, pair % sequences
                 chosen = values_VK[variant[0] : variant[-1] + 1]
-                # Variants of an earlier pass may remain behind these. No row of this pass refers to them.
+                # Variants of an earlier pass may remain after `chosen`. No row of this pass refers to them.
                 values[: len(chosen)] = chosen
                 variant_R = np.zeros(rows, np.int64)
                 variant_R[: len(pair)] = variant - variant[0]
@@ -163,7 +163,7 @@ class ExecutorchEngine:
         """Yield ranges of pairs, ordered by variant, that fit one pass each."""
         first = 0
         while first < variants * sequences:
-            # A pass names at most `variants` variants, and may start in the middle of the first one.
+            # A pass has at most `variants` variants. It may start in the middle of a variant's sequences.
             most = (first // sequences + self._shape.variants) * sequences
             last = min(first + self._shape.rows, most, variants * sequences)
             yield first, last

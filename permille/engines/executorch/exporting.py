@@ -3,13 +3,14 @@
     layer = export_program(package, ProgramShape(variants=32, rows=64, tokens=128))
     write_manifest(package.blobs, package.manifest.with_addition(layer, {"weights": "float32"}))
 
-The program reads the frozen weights once for all variants (P-RGE, section 3.4, with the values in the
-place of LoRA's B). The caller moves the values, on the lattice as for every engine. `sparse_add` is an
-operator, so that a runtime can replace it by its own.
+The program reads the frozen weights once for all variants (as in P-RGE, section 3.4, but with the sparse
+values instead of LoRA's B). As for every engine, the caller perturbs the values. `sparse_add` is an operator
+of its own, so that a runtime can replace it by its own implementation.
 
-The XNNPACK backend computes in float32, or for an int4 package with its 4-bit codes and 8-bit
-activations. Scales are then bfloat16, as XNNPACK needs them, and linear layers whose rows are no
-multiple of the group stay float32. Sparse values, attention, norms and head are float32 in both cases.
+The XNNPACK backend computes in float32. For an int4 package, it can also compute with the 4-bit codes and
+8-bit activations. Scales are then rounded to bfloat16, which XNNPACK needs. Linear layers whose row length is
+not a multiple of the group size stay float32. Sparse values, attention, norms and head are float32 in both
+cases.
 
 # Legend: V variants, R rows of the pass (a sequence under a variant each), T tokens, K and N inputs and
 # outputs of a linear, C its masked weights; `values_VK` has the masked weights of the whole package.
@@ -49,19 +50,19 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 
 
 MAX_TOKENS = 512
-"""The largest context of a merged model, for which the program plans memory."""
+"""The longest text that a merged model takes. The program reserves memory for this length."""
 BITS = {ProgramWeights.FLOAT32: 32, ProgramWeights.INT4: 8}
-"""Bits of the inputs of linear layers."""
+"""Bits of the inputs of linear layers, by the weights of the program."""
 
 
 def export_program(
     package: Package, shape: ProgramShape, *, weights: ProgramWeights | str = ProgramWeights.FLOAT32
 ) -> Layer:
-    """Store a program among the package's blobs. Meanwhile, memory holds the model several times.
+    """Store a program among the package's blobs. During the export, memory holds the model several times.
 
     Raises:
-        InputError: no exporter is installed, the family is unknown, or 4-bit weights are requested of a
-            package that is not int4.
+        InputError: no exporter is installed, the family is unknown, the package has an adapter, or 4-bit
+            weights are requested and the package is not int4.
     """
     weights = choice_of(ProgramWeights, weights, "weights of a program")
     if weights is ProgramWeights.INT4 and package.manifest.scheme.name is not Scheme.INT4:
@@ -100,12 +101,12 @@ def export_executorch(package: Package, values_K: NDArray[np.float32] | None, fo
         The size of `model.pte`.
 
     Raises:
-        InputError: as `export_transformers`, or no exporter is installed.
+        InputError: no exporter is installed, or `export_transformers` would raise it.
     """
     _check_exporter()
     module = _Logits(_float32_model(package, checked_values(package, values_K))).eval()
     most = min(MAX_TOKENS, int(package.config.get("max_position_embeddings") or MAX_TOKENS))
-    # At least 2, because torch.export takes a size of 0 or 1 for a constant.
+    # The minimum is 2, because torch.export treats a size of 0 or 1 as a constant.
     tokens = torch.export.Dim("tokens", min=2, max=most)
     with torch.no_grad():
         inputs = (torch.zeros(1, most, dtype=torch.int64),)
@@ -124,7 +125,10 @@ def export_executorch(package: Package, values_K: NDArray[np.float32] | None, fo
 def sparse_add(
     y_RTN: Tensor, x_RTK: Tensor, values_VC: Tensor, variant_R: Tensor, row_C: Tensor, column_C: Tensor
 ) -> Tensor:
-    """Return `y_r + x_r S_v^T`: v is the row's variant, S_v has `values_v` at (row, column) and is else 0."""
+    """Return `y_r + x_r S_v^T`, where v is the variant of row r.
+
+    S_v has `values_v` at (row, column), and is 0 elsewhere.
+    """
     # Each row takes the values of its own variant.
     product_RTC = x_RTK[..., column_C] * values_VC[variant_R, None]
     return y_RTN.index_add(2, row_C, product_RTC)
@@ -139,7 +143,7 @@ class DualSparseLinear(nn.Module):
     """`y_v = x_v W_v^T + b`: W is 0 at the mask, and each variant adds its own values there (ADR 12)."""
 
     def __init__(self, linear: nn.Linear, mask_C: NDArray[np.uint32]) -> None:
-        """Take over a linear layer whose weight is 0 at the mask; `mask_C` has flat indices."""
+        """Wrap a linear layer whose weight is 0 at the mask. `mask_C` has flat indices."""
         super().__init__()
         flat_C = torch.from_numpy(mask_C.astype(np.int64))
         self.linear = linear
@@ -265,7 +269,7 @@ def _codes(quantized: QuantizedTensor, mask: np.ndarray[tuple[int], np.dtype[np.
 
     code = np.stack([quantized.packed >> 4, quantized.packed & 15], axis=1).reshape(-1)
     code_NK = (code.astype(np.int8) - np.int8(8))[: np.prod(quantized.shape)].reshape(quantized.shape)
-    # A code of 0 is a weight of 0. The variants add their own values there.
+    # A code of 0 stands for a weight of 0. The variants add their own values there.
     code_NK.reshape(-1)[mask] = 0
     scale_NG = torch.from_numpy(quantized.scales.copy())
     tensor: Tensor = IntxUnpackedToInt8Tensor(

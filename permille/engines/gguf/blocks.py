@@ -1,21 +1,23 @@
-"""Weights as bytes of a GGUF type, with scales that keep personal values.
+"""Encoding of weights as bytes of a GGUF type, with scales that preserve personal values.
 
-A block is 32 weights of a row under one float16 scale (`d`):
+A block has 32 weights of a row, which share a float16 scale `d`. A weight w is stored as a code q and is
+decoded to w':
 
     Q8_0   w' = d * q          q from -127 to 127
     Q4_0   w' = d * (q - 8)    q from 0 to 15
     Q4_1   w' = d * q + m      q from 0 to 15, `m` a float16; for scheme `source` only
 
-Our int4 codes, in groups of 32 or 128, are Q4_0's codes, and our int8 codes are Q8_0's. Only the scale
-is rounded. A personal value is a float32 in the middle of a block, often several times as large as its
-neighbours. Rounded to the block's own grid, most of it would be lost. So the scale of such a block is
-chosen for the value: `d = v / n` for whole `n` hits the value `v` as exactly as a float16 can, and the
-neighbours are rounded to the new grid. The chosen candidate has the least
+Our int4 codes, in groups of 32 or 128, are the codes of Q4_0, and our int8 codes are those of Q8_0. Only
+their scales are rounded. A personal value is a float32 within a block, and is often several times as large as
+the other weights of the block. If it were rounded to a multiple of the block's scale, most of the personal
+change would be lost. So the block gets a scale that fits the value: with `d = v / n` for a whole number `n`,
+the value `v` is stored as exactly as a float16 scale allows. The other weights are rounded to the new scale.
+Of several candidates for the scale, the one with the smallest error is chosen:
 
-    error = sum of neighbours' squared errors + WEIGHT * sum of masked values' squared errors
+    error = sum of the other weights' squared errors + WEIGHT * sum of the masked values' squared errors
 
-For scheme `source`, a block is changed only if a value differs from its decoded code. An export of the
-untouched state has the source's bytes. At a density of 0.001, three blocks in a hundred are changed.
+For scheme `source`, a block is changed only if a value differs from its decoded code. An export of untrained
+values has the bytes of the source. At a density of 0.001, three blocks in a hundred are changed.
 
 # Legend: N, K = rows and columns; B = blocks of 32; S = 32; C = candidates for a block's scale;
 P = bytes of a block's codes; R = bytes of a row.
@@ -38,20 +40,20 @@ from permille.quantization.types import QuantizedTensor, Scheme
 
 BLOCK = 32
 WEIGHT = np.float32(300)
-"""Weight of a masked weight's squared error against a neighbour's. The mask has some 30 % of the Fisher
-information in 0.1 % of the weights."""
-# Blocks whose candidates are in memory at once. A block may have over a hundred.
+"""How much more the squared error of a masked weight counts than that of another weight. The mask has some
+30 % of the Fisher information in 0.1 % of the weights."""
+# The number of blocks whose candidates are in memory at once. A block may have over a hundred candidates.
 _CHUNK_BLOCKS = 1 << 13
 # The largest finite float16.
 _LARGEST_HALF = 65504.0
 _MASKED = 4
-"""Number of a block's largest masked values that candidates aim at. All masked values count in the error."""
+"""Candidates are made for this many of a block's largest masked values. All of them count in the error."""
 
 
 class BlockType(StrEnum):
     """Storage types of the weights of linear layers. Only F32 is lossless.
 
-    SOURCE stands for the types that a package of scheme `source` keeps for each tensor.
+    SOURCE keeps the type of each tensor in a package of scheme `source`.
     """
 
     F32 = "f32"
@@ -200,11 +202,11 @@ def _as_coded(
         raise InputError(f"expected {OWN_CODES[kind]} codes for {kind}, got {codes.scheme}")
     columns = codes.shape[1]
     if codes.scheme is Scheme.INT8:
-        # Copy the codes, because blocks with masked values get others, and the package's are read-only.
+        # Copy the codes, because some blocks get other codes, and those of the package are read-only.
         code_BS = codes.packed.view(np.int8).reshape(weight_BS.shape).copy()
     else:
         code_BS = unpack(codes.packed, weight_BS.size).astype(np.int8).reshape(weight_BS.shape) - 8
-    # A group of 128 gives its scale to four blocks.
+    # The four blocks of a group of 128 have the same scale.
     scale_NB = np.repeat(codes.scales, codes.group_size // BLOCK, axis=1)[:, : columns // BLOCK]
     return _half(scale_NB.reshape(-1)), code_BS
 
@@ -216,11 +218,11 @@ def _aim_at_masked(
     grid_B2: NDArray[np.float32],
     code_BS: NDArray[np.int8],
 ) -> None:
-    """Choose scale, minimum (Q4_1) and codes of the blocks with masked weights again, in place."""
+    """Choose new scales, minima (Q4_1) and codes for the blocks with masked weights, in place."""
     touched = np.unique(mask_k // BLOCK)
     for first in range(0, len(touched), _CHUNK_BLOCKS):
         block = touched[first : first + _CHUNK_BLOCKS]
-        # Mask indices increase, so those of a range of blocks are neighbours.
+        # Mask indices increase, so the indices within a range of blocks are contiguous.
         low, high = np.searchsorted(mask_k, [block[0] * BLOCK, block[-1] * BLOCK + BLOCK])
         masked_BS = np.zeros((len(block), BLOCK), bool)
         own_k = mask_k[low:high]
@@ -247,7 +249,7 @@ def _best(
         scale_B1, above_BS = grid[:, :1], weight_BS - grid[:, 1:]
         code_BS = _codes(kind, above_BS, scale_B1)
         error_B = (importance_BS * (above_BS - code_BS * scale_B1) ** 2).sum(axis=1)
-        # Compare strictly, so that the block's own grid, which comes first, wins against equal ones.
+        # Compare strictly, so that the block's own scale and minimum win a tie. They come first.
         better = error_B < least_B
         least_B[better], best_B2[better], best_BS[better] = error_B[better], grid[better], code_BS[better]
     return best_B2, best_BS
@@ -259,10 +261,11 @@ def _candidates(
     masked_BS: NDArray[np.bool_],
     scale_B: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Return candidate scales in float16, [B, C]: the block's own, that of its largest weight, and `v / n`.
+    """Return candidate scales in float16, [B, C].
 
-    `v` are the masked values. For Q4_0, `n` is every code of either sign. For Q8_0, `n` is the largest that
-    keeps all weights in range, and the three below, whose grids differ by a hundredth.
+    The candidates are the block's own scale, the scale for its largest weight, and `v / n` for the masked
+    values v. For Q4_0, n takes every code except 0. For Q8_0, n takes the largest value that keeps all
+    weights in range, and the three values below it.
     """
     largest_B = np.abs(weight_BS).max(axis=1) / np.float32(_limits(kind)[1])
     found = [scale_B, largest_B]
@@ -281,10 +284,11 @@ def _candidates(
 def _grids_with_minimum(
     weight_BS: NDArray[np.float32], masked_BS: NDArray[np.bool_], grid_B2: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Return candidate grids of Q4_1 in float16, [B, C, 2]: the block's own, its range, and some through `v`.
+    """Return candidates for scale and minimum of Q4_1 in float16, [B, C, 2].
 
-    Their scales keep the block's own step, or divide the distance of `v` to an end of the range into whole
-    steps. The minimum then lies whole steps below `v`.
+    The candidates are the block's own pair, the pair for the range of its weights, and some pairs for each
+    masked value v. The scales of these are the two above, or divide the distance from v to an end of the
+    range into whole steps. The minimum is v less a whole number of steps.
     """
     low_B, high_B = weight_BS.min(axis=1), weight_BS.max(axis=1)
     range_B = _half((high_B - low_B) / np.float32(15))
@@ -303,9 +307,12 @@ def _grids_with_minimum(
 def _aimed_at(
     weight_BS: NDArray[np.float32], masked_BS: NDArray[np.bool_], otherwise_B: NDArray[np.float32]
 ) -> Iterator[NDArray[np.float32]]:
-    """Yield the largest masked values of the blocks, one per block. A block without one has `otherwise_B`."""
+    """Yield the largest masked value of each block, then the second largest, and so on.
+
+    A block without such a value has `otherwise_B`.
+    """
     row = np.arange(len(weight_BS))
-    # Masked values have keys of at most 0, so all others come after them.
+    # The keys of masked values are at most 0, so all other weights come after them.
     order = np.argsort(np.where(masked_BS, -np.abs(weight_BS), np.float32(1)), axis=1)[:, :_MASKED]
     for place_B in order[:, : int(min(_MASKED, masked_BS.sum(axis=1).max()))].T:
         yield np.where(masked_BS[row, place_B], weight_BS[row, place_B], otherwise_B)

@@ -1,7 +1,7 @@
 """Description of a decoder for llama.cpp.
 
-The families are those of `ARCHITECTURES`. llama.cpp hard-codes some mathematics. A config that needs other
-mathematics is refused here, because a file that loads and computes something else is worse than none.
+`ARCHITECTURES` lists the supported families. llama.cpp hard-codes some mathematics. A config that needs other
+mathematics is refused here, because llama.cpp would load the file and compute something else.
 """
 
 from collections.abc import Mapping
@@ -33,9 +33,9 @@ class Description:
     """A decoder in the terms of llama.cpp.
 
     Attributes:
-        positions: the longest sequence. For a family whose windows llama.cpp ignores, it ends at the smallest
-            window, up to which llama.cpp computes the same.
-        rope_factor_E: float32 [rotated / 2] for `ROPE_FACTORS`, or None.
+        positions: the length of the longest sequence. llama.cpp ignores the attention windows of some
+            families. For these, the smallest window is the longest sequence that gives the same results.
+        rope_factor_E: the numbers of the tensor `ROPE_FACTORS`, float32 [rotated / 2], or None.
     """
 
     arch: MODEL_ARCH
@@ -119,7 +119,7 @@ def describe(config: Mapping[str, Any]) -> Description:
         if [window is not None for window in windows] != pattern:
             raise _unknown(f"a window in all layers but every {PATTERNS[family]}th", windows)
     else:
-        # llama.cpp would attend to all tokens here, which is the same up to the window.
+        # llama.cpp would ignore the window. Up to the length of the window, the results are the same.
         positions = min([positions, *(window for window in windows if window is not None)])
     theta, linear, factor_E = _rope(decoder, config)
     return Description(
@@ -137,7 +137,7 @@ def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
     family = decoder.family
     by_width = (family, len(decoder.layers)) in _SCALED_BY_WIDTH
     width = shape_of(config).hidden // decoder.heads if by_width else decoder.head
-    # llama.cpp scales scores by this width, whatever the config says. Only a Granite's file has the scale.
+    # llama.cpp derives the scale of the scores from this width. Only a Granite file can state another scale.
     if family is not Family.GRANITE and not np.isclose(decoder.attention_scale, width**-0.5):
         raise _unknown(f"scores scaled by {width} ** -0.5", decoder.attention_scale)
     expected = (
@@ -166,7 +166,10 @@ def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
 def _rope(
     decoder: Architecture, config: Mapping[str, Any]
 ) -> tuple[float, float, NDArray[np.float32] | None]:
-    """Return theta, the factor of linear scaling, and divisors of frequencies if those two do not suffice."""
+    """Return theta, the factor of linear scaling, and divisors of the frequencies.
+
+    The divisors are None if theta and the factor describe the frequencies.
+    """
     ropes = {bool(each.window): each.rope for each in decoder.layers if each.rope is not None}
     rope = ropes.get(False) or ropes.get(True)
     if rope is None or rope.scaling != 1.0:

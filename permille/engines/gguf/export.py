@@ -41,7 +41,7 @@ from permille.tensors import Q8_0
 
 GGUF_FILE, MODELFILE = "model.gguf", "Modelfile"
 LEAST_KEPT = 0.95
-"""Share of the personal change below which an export is refused."""
+"""An export that keeps less than this share of the personal change is refused."""
 _TYPES = {
     BlockType.F32: (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     BlockType.F16: (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
@@ -58,8 +58,8 @@ class GgufExport:
     Attributes:
         kind: the type of the linear layers.
         size_bytes: the size of the file.
-        kept: the share of the personal change that the file keeps, in squares: 1 less the squared error of
-            the stored values over the squared change. It is 1 for the package's own values.
+        kept: the share of the personal change that the file keeps. This is 1 minus the squared error of the
+            stored values divided by the squared change. It is 1 if the values are those of the package.
         as_float16: the number of linear layers stored in float16, because blocks of 32 do not fill their
             rows.
     """
@@ -79,20 +79,21 @@ def export_gguf(
 ) -> GgufExport:
     """Write a folder that unmodified llama.cpp loads. The model has the name of the folder.
 
-    Linear layers, embedding and head have the type `kind`, but with Q4_0 embedding and head have Q8_0.
-    Everything else is float32. With `source`, linear layers keep the bytes of the package, except in blocks
-    of 32 weights that have a changed value. Embedding and head stay Q8_0, or become float32.
+    Linear layers, embedding and head are stored in the type `kind`. With Q4_0, embedding and head are stored
+    in Q8_0. All other tensors are float32. With `source`, linear layers keep the bytes of the package, except
+    for blocks of 32 weights with a changed value. An embedding or head in Q8_0 then stays Q8_0, and any other
+    becomes float32.
 
     Args:
         package: a package with a mask.
-        values_K: float32 [k] for the masked weights. None takes the package's own.
-        folder: a new or empty folder in an existing one.
-        kind: the type. None takes `source` if the package keeps a file's codes, else Q8_0.
+        values_K: float32 [k] for the masked weights. None takes those of the package.
+        folder: a new or empty folder. Its parent folder must exist.
+        kind: the type. None takes `source` if the package has the scheme `source`, else Q8_0.
 
     Raises:
         InputError: llama.cpp does not support the model or tokenizer, the package has an adapter, values are
-            invalid, the scheme does not allow the type, less than `LEAST_KEPT` of the personal change
-            would be left, or the folder is not empty.
+            invalid, the scheme does not allow the type, the file would keep less than `LEAST_KEPT` of the
+            personal change, or the folder is not empty.
         OSError: the file system failed. No folder is left.
     """
     scheme = package.manifest.scheme.name
@@ -102,8 +103,8 @@ def export_gguf(
     adapter = package.manifest.adapter
     if adapter is not None:
         raise InputError(
-            f"GGUF needs a package with a mask, and this one has an adapter ({adapter.kind}). Export peft, "
-            "which llama.cpp's convert_lora_to_gguf.py converts to an adapter of its own, or transformers."
+            f"GGUF needs a package with a mask, and this one has an adapter ({adapter.kind}). Export it for "
+            "peft, and convert it with llama.cpp's convert_lora_to_gguf.py. Or export it for transformers."
         )
     values_K = checked_values(package, values_K)
     if kind is BlockType.SOURCE and scheme is not Scheme.SOURCE:
@@ -141,11 +142,11 @@ def _write_model(weights: "_Weights", vocabulary: Vocabulary | None, path: Path,
         if vocabulary is not None:
             vocabulary.write(writer)
         else:
-            # llama.cpp then loads the file for token ids alone.
+            # llama.cpp then loads the file, but takes only token ids, no text.
             writer.add_tokenizer_model("none")
         layout = weights.layout()
         first = next(iter(layout.values()))[0] if weights.kind is BlockType.SOURCE else weights.kind
-        # Readers show this type for the whole file, although tensors have their own.
+        # Programs show this type for the whole file, although each tensor has a type of its own.
         writer.add_file_type(_TYPES[first][1])
         # GGML_QNT_VERSION of llama.cpp, the version of the block formats.
         writer.add_quantization_version(2)
@@ -249,7 +250,7 @@ class _Weights:
         tensor = self._package.plain(name)
         number = tensor.float32() + np.float32(self.description.adds_one(name))
         kind = self._plain_type(name, tensor.shape)
-        # The package has the blocks of GGUF, so the bytes are copied.
+        # The package stores Q8_0 in the blocks of GGUF, so copy the bytes.
         if tensor.dtype == Q8_0 and kind is BlockType.Q8_0:
             return self._ordered(name, tensor.data.reshape(tensor.shape[0], -1))
         return self._ordered(name, encode(kind, number.reshape(-1, tensor.shape[-1]), name=name))
@@ -269,7 +270,7 @@ class _Weights:
 
     def _ordered(self, name: str, data_NR: NDArray[np.uint8]) -> NDArray[np.uint8]:
         bias = name.endswith(".bias")
-        # A bias has one float32 a row of its weight, and is reordered like those rows.
+        # A bias has one float32 for each row of its weight, and is reordered like the rows.
         data_NR = data_NR.reshape(-1, 4) if bias else data_NR
         order_N = self.description.row_order(name, len(data_NR))
         return data_NR if order_N is None else np.ascontiguousarray(data_NR[order_N])

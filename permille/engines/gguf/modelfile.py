@@ -37,7 +37,8 @@ class ChatParts:
 
     Attributes:
         first: before a user's message that opens the conversation. It includes a default system message.
-        system: before the system message. None if the template refuses one. `render` then leaves it out.
+        system: before the system message. None if the template refuses a system message. `render` then leaves
+            that message out.
         after_system: before the user's message that follows the system message.
         user, user_end: before and after each later message of the user.
         answer, answer_end: before and after each answer.
@@ -115,8 +116,8 @@ def modelfile(file: str, vocabulary: Vocabulary | None, positions: int) -> str:
 
 
 def chat_parts(template: str, variables: Mapping[str, str]) -> ChatParts | None:
-    """Take a chat template apart. Return None if it does more than put text around messages."""
-    # A template is a program by the model's author, so it only runs in the sandbox.
+    """Split a chat template into its parts. Return None if it does more than put text around messages."""
+    # A template is a program of the model's author, so it runs only in the sandbox.
     sandbox = Sandbox()
 
     def render(messages: Messages, prompt: bool) -> str | None:
@@ -147,7 +148,7 @@ def chat_parts(template: str, variables: Mapping[str, str]) -> ChatParts | None:
 
 
 def _taken_apart(render: Render) -> ChatParts | None:
-    # These contents mark the places of the messages. `_around` refuses a template that contains one itself.
+    # These texts mark the places of the messages. `_around` refuses a template that contains one of them.
     said = ("SAID-1", "SAID-2", "SAID-3")
     talk = tuple(zip(("user", "assistant", "user"), said, strict=True))
     whole = _around(render(talk, True), said)
@@ -155,14 +156,14 @@ def _taken_apart(render: Render) -> ChatParts | None:
     if whole is None or answered is None or not whole[2].startswith(answered[2]):
         return None
     first, between, following, last = whole
-    # The longest text that both `between` and `last` start with counts as the end of a user's message.
+    # The end of a user's message is taken to be the longest common start of `between` and `last`.
     shared = next((n for n in range(len(last), 0, -1) if between.startswith(last[:n])), 0)
     before = _around(render((("system", "SAID-0"), *talk[:1]), True), ("SAID-0", said[0]))
     return ChatParts(
         first=first,
         system=before[0] if before else None,
         after_system=before[1] if before else first,
-        # Between an answer and the next user's message: the end of the answer, then the start of the message.
+        # `following` is the end of an answer, and then the start of the next message of the user.
         user=following[len(answered[2]) :],
         user_end=last[:shared],
         answer=between[shared:],

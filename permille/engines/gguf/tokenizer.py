@@ -1,9 +1,10 @@
 """Translation of a `tokenizer.json` to llama.cpp's two kinds of byte pair encoding.
 
-- `gpt2` writes bytes as letters and merges by rank. A name tells llama.cpp how to cut a text before that.
+- `gpt2` first cuts a text into words by patterns that llama.cpp knows by name. It writes bytes as letters,
+  and merges pairs in the order of a list.
 - `llama` is the encoding of sentencepiece. Spaces become `▁`, and unknown characters become bytes. llama.cpp
-  has no list of merges here. It merges any two neighbours that make a token, the token with the best score
-  first. A tokenizer whose list of merges would give other tokens is refused.
+  has no list of merges here. It merges any two adjacent pieces that form a token, and starts with the token
+  that has the best score. A tokenizer whose list of merges would give other tokens is refused.
 
 Normalization (NFC) is dropped. llama.cpp has no such step, and most text is NFC already.
 """
@@ -20,8 +21,8 @@ from permille.package.reader import Package
 from permille.tokenizer_files import TokenizerFiles, ends_of_turn, read_object
 
 _LONGEST = 256
-"""The largest number of letters of a `llama` token. All pairs within a token are checked, and the file is
-untrusted."""
+"""The largest number of letters of a `llama` token. The file is untrusted, and long tokens take long to
+check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,8 @@ class Vocabulary:
     Attributes:
         tokens: the text of each token, by id.
         types: the type of each token, by id.
-        cut: for `gpt2`, the name of the patterns that cut a text. None for `llama`.
-        merges: for `gpt2`, the pairs to merge, the first one first.
+        cut: for `gpt2`, llama.cpp's name of the patterns that cut a text into words. None for `llama`.
+        merges: for `gpt2`, the pairs to merge, in order.
         scores: for `llama`, the score of each token. The pair with the best score is merged first.
         space_first: for `llama`, whether a space is added before a text.
         special: ids of special tokens by llama.cpp's names: bos, eos, unk, pad, eot.
@@ -155,7 +156,7 @@ def _space_first(document: Mapping[str, Any]) -> bool:
             first = first or step.get("prepend_scheme", "always") != "never"
         elif not (
             (kind == "Replace" and step["pattern"] == {"String": " "} and step["content"] == SPACE)
-            or (kind == "Split" and step["pattern"] == {"String": " "})  # no space is left after Replace
+            or (kind == "Split" and step["pattern"] == {"String": " "})  # has no effect after Replace
         ):
             raise InputError(
                 f"llama.cpp lacks the tokenizer's step {kind!r:.60}. With bytes for unknown characters, it "
@@ -197,13 +198,13 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
     """Return the score of each token: minus the rank of the first merge that makes it.
 
     Raises:
-        InputError: merging by these scores gives other tokens than merging by the list.
+        InputError: these scores would not give the same tokens as the list of merges.
     """
     ranks: dict[str, int] = {}
     last = ""
     for rank, (left, right) in enumerate(pairs):
         token = left + right
-        # Lists that come from scores name all pairs of one token one after the other.
+        # In a list that is ordered by scores, all pairs that make the same token are adjacent.
         if token != last and token in ranks:
             raise _not_by_scores(token)
         ranks.setdefault(token, rank)
@@ -217,7 +218,7 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
             )
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]
-            # A single character always is a piece of its own, if only as bytes.
+            # A single character is always a piece, even if it is no token: it is then stored as bytes.
             both = (left in ids or place == 1) and (right in ids or len(right) == 1)
             if both and (left, right) not in known:
                 raise _not_by_scores(token)
@@ -245,8 +246,8 @@ def _around(document: Mapping[str, Any]) -> tuple[bool, bool]:
 def _end_of_turn(generation: Mapping[str, Any], eos: int | None, known: list[int]) -> dict[str, int]:
     """Return the token other than `eos` that ends an answer, if there is one.
 
-    `generation_config.json` names it. If it does not, the last
-    known end of a turn in the chat template is taken.
+    The token is the last one that `generation_config.json` lists. If that file lists none, it is the last of
+    `known`, the tokens in the chat template that are known to end a turn.
     """
     value = generation.get("eos_token_id")
     named = [one for one in value if isinstance(one, int)] if isinstance(value, list) else []

@@ -19,7 +19,7 @@ from permille.engines.light.threads import Threads, blocks
 
 Array = NDArray[np.float32]
 
-# Tokens, or rows and columns of a matrix, in one task.
+# How many tokens, or how many rows or columns of a matrix, a task covers.
 _PART = 256
 
 
@@ -48,7 +48,7 @@ class LightAdapter:
             columns: K.
             rank: R.
             scale: the factor of the adapter.
-            start: the offset of the adapter in the values of the package.
+            start: the offset of the adapter's numbers in the values of the package.
             frozen_RK: A if it is frozen, else None.
         """
         self._rows, self._columns = rows.stop - rows.start, columns

@@ -72,7 +72,8 @@ class _Library:
         configuration = _function(library, f"{prefix}openblas_get_config{suffix}")
         configuration.restype = ctypes.c_char_p
         words = configuration().decode().split()
-        # The configuration names the size of the library's integers. A wrong size would garble the call.
+        # The configuration tells the size of the library's integers. With a wrong size, the library would
+        # misread the arguments.
         size = ctypes.c_int64 if "USE64BITINT" in words else ctypes.c_int32
         self.sgemm = _function(library, f"{prefix}cblas_sgemm{suffix}")
         number, place, choice = ctypes.c_float, ctypes.c_void_p, ctypes.c_int

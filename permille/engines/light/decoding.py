@@ -42,19 +42,19 @@ class TextPass(LossPass):
     def begin(self, count: int) -> NDArray[np.int64]:
         """Start a pass of `count` tokens, and return their positions."""
         self._joined = _tokens(self.length, count)
-        # The rotations of earlier positions do not fit the new tokens.
+        # Drop the cosines and sines of earlier positions.
         self._tables = {}
         return self._joined.position_M
 
     def next_logits(self, id_M: NDArray[np.int64]) -> Array:
-        """Return the logits [D] after these tokens, which follow all tokens of earlier calls."""
+        """Return the logits [D] after these tokens. The tokens follow those of earlier calls."""
         model = self._model
         x_1MH = model.embed(id_M, self.begin(len(id_M)))[None]
         with np.errstate(all="ignore"):
             for layer in model.layers:
                 run_layer(self, model.architecture, layer, x_1MH)
             self.length += len(id_M)
-            # Only the last token decides on the next one, so the head computes one row.
+            # The last hidden state alone predicts the next token, so the head computes one row.
             last_1RH = np.ascontiguousarray(x_1MH[:, -1:])
             logit_D: Array = model.head.logits(finish(self, model, last_1RH)[0])[0]
         return logit_D
@@ -106,7 +106,7 @@ class TextPass(LossPass):
         stop = self.length + k.shape[1]
         key_SBD[self.length : stop], value_SBD[self.length : stop] = k[0], v[0]
         window = layer.settings.window
-        # Leave out the tokens that no new token sees: those before the window of the first one.
+        # Leave out the tokens before the window of the first new token. No new token attends to them.
         first = 0 if window is None else max(0, self.length + 1 - window)
         with np.errstate(all="ignore"):
             numbers.attention(q[0], key_SBD[first:stop], value_SBD[first:stop], layer.scores, out[0])
@@ -120,7 +120,7 @@ class TextPass(LossPass):
     def _memory(self, layer: LightLayer) -> tuple[Array, Array]:
         """Return keys and values of a layer, with room for all tokens.
 
-        The system gives memory to pages when they are written, so unused room costs nothing.
+        The operating system allocates a page when it is first written, so unused room takes no memory.
         """
         if id(layer) not in self._kept:
             shape = (self._room, self._shape.kv_heads, self._shape.head)
@@ -129,7 +129,10 @@ class TextPass(LossPass):
 
 
 def _rows_each(layer: LightLinear, threads: int) -> int:
-    """Return the rows of a task. Waking a thread for less than `_TASK_WEIGHTS` costs more than it saves."""
+    """Return the number of rows of a task.
+
+    Waking a thread for fewer than `_TASK_WEIGHTS` weights costs more than it saves.
+    """
     return max(-(-layer.rows // threads), -(-_TASK_WEIGHTS // layer.columns))
 
 

@@ -1,17 +1,18 @@
-"""The light engine: a package in float32 on numpy and our kernels, without torch.
+"""The light engine runs a package in float32, with numpy and our own kernels, without torch.
 
     engine = LightEngine(package, threads=4)
     losses_V = engine.losses(values_VK, batch)
 
 numpy's BLAS computes the products. Weights are dequantized a tile at a time, once for all variants of a call.
-The tokens of all sequences are joined end to end, without padding. Embedding and head stay mapped.
+The tokens of all sequences are joined end to end, without padding. Embedding and head are read from the
+mapped file.
 
-Token losses agree with the torch engine's to rounding (1e-5). The same call gives the same bits if the
-build and the number of threads are the same.
+Token losses agree with those of the torch engine up to rounding (1e-5). The same call gives the same bits if
+the build and the number of threads are the same.
 
-With `int8`, losses use 8-bit inputs of linear layers: a step of a 1.1B model takes two thirds of the
-time on a processor with AVX2 (`docs/results/engine.md`). Sparse values, attention, norms and head stay
-float32, and so do gradients and generated text.
+With `int8`, losses are computed with linear-layer inputs rounded to 8 bits. A step of a 1.1B model then takes
+two thirds of the time on a processor with AVX2 (`docs/results/engine.md`). Sparse values, attention, norms
+and head stay float32. Gradients and generated text do not use 8-bit inputs.
 
 # Legend: V variants, G groups of them, K masked weights, B sequences, T tokens of a sequence, M tokens of all
 joined sequences, H hidden size, R target tokens.
@@ -48,14 +49,14 @@ from permille.zo.estimators import Batch, SoftTargets
 
 Array = NDArray[np.float32]
 
-# The most tokens of all variants in one forward pass. This bounds the activations. For a 1.1B model, 1024
-# tokens need at the peak about 120 MB more than the package, with the libraries. 2048 need about 160 MB more,
-# and are a few percent faster.
+# The largest number of tokens of all variants in one forward pass. It bounds the memory for activations. With
+# 1024 tokens of a 1.1B model, the peak memory is the size of the package plus about 120 MB, libraries
+# included. With 2048 tokens, it is the package plus about 160 MB, and a pass is a few percent faster.
 DEFAULT_MAX_TOKENS = 1024
-# Products of fewer tokens than this are slow. To avoid them, the engine runs fewer variants at a time.
+# Matrix products of fewer tokens than this are slow. To avoid them, the engine runs fewer variants at a time.
 _FEW_TOKENS = 256
-# Memory for hidden states below the first masked layer. It holds 128 rows of 256 tokens of a 1.1B model, and
-# is used only if the lowest layer is not masked.
+# Memory for hidden states below the first masked layer. It suffices for 128 rows of 256 tokens of a 1.1B
+# model, and is used only if the lowest layer is not masked.
 DEFAULT_KEPT_BYTES = 256 << 20
 
 
@@ -76,21 +77,22 @@ class LightEngine:
         Args:
             package: the package.
             threads: the number of threads. None uses every processor of the process.
-            max_tokens: the largest variants * tokens of one forward pass. Larger calls run in parts.
+            max_tokens: the largest number of tokens of all variants in one forward pass. Larger calls run in
+                parts.
             kept_bytes: memory for hidden states below the first masked layer, kept between calls. It is not
                 used if the lowest layer is masked.
-            int8: use 8-bit inputs of linear layers for losses.
+            int8: round the inputs of linear layers to 8 bits when losses are computed.
 
         Raises:
             InputError: the engine does not support the model, an argument is out of range, or `int8` is set
-                for a package that is not int4 in groups of a multiple of 32.
+                and the package is not int4 with a group size that is a multiple of 32.
             PackageError: the package breaks its format.
         """
         if max_tokens < 1:
             raise InputError(f"max_tokens must be at least 1, not {max_tokens}.")
         if threads is not None and threads < 1:
             raise InputError(f"threads must be at least 1, not {threads}.")
-        # ADR 20: 8-bit inputs are for losses alone. Gradients and text are always computed exactly.
+        # ADR 20: 8-bit inputs are for losses alone. Gradients and text always use float32 inputs.
         self._exact = Tools(blas=Blas(), threads=Threads(threads))
         self._tools = replace(self._exact, int8=int8)
         self._max_tokens = max_tokens
@@ -130,7 +132,7 @@ class LightEngine:
         """Return the mean loss over the batch's targets for each variant, float32 [v]."""
         check_values(values_VK, self._model.limits)
         token_losses_VR = self._token_losses(values_VK, check_batch(batch, self._model.limits, soft=True))
-        # A loss that is not finite is a result here, not a warning.
+        # NaN and infinite losses are valid results, so numpy must not warn of them.
         with np.errstate(invalid="ignore", over="ignore"):
             losses_V: Array = token_losses_VR.mean(axis=1, dtype=np.float64).astype(np.float32)
         return losses_V
@@ -149,7 +151,7 @@ class LightEngine:
         Args:
             values_K: float32 [k].
             batch: the batch.
-            number: the number of tokens at a target.
+            number: how many tokens to return for each target.
         """
         check_values(values_K[None], self._model.limits)
         batch = check_batch(batch, self._model.limits, soft=True)
@@ -167,7 +169,7 @@ class LightEngine:
         return SoftTargets(ids_RN=ids_RS, probability_RN=probability_RS.astype(np.float32))
 
     def gradient(self, values_K: Array, batch: Batch) -> tuple[float, Array]:
-        """Return the mean loss and its gradient. It takes some three times the work of a loss, for any k."""
+        """Return the mean loss and its gradient. This takes three times the work of a loss, whatever k is."""
         check_values(values_K[None], self._model.limits)
         values_K = np.ascontiguousarray(values_K)
         batch = check_batch(batch, self._model.limits, soft=True)
@@ -227,7 +229,7 @@ class LightEngine:
     def _states(self, values_VK: Array, joined: JoinedSequences) -> Iterator[tuple[Groups, Array]]:
         """Yield groups of equal variants, with the hidden state that predicts each target, [g, R, H].
 
-        The numbers of a variant do not depend on how many variants go through a layer together.
+        The results of a variant do not depend on how many variants go through a layer together.
         """
         room = min(max(1, self._max_tokens // len(joined.id_M)), len(values_VK))
         x_GMH = self._residual(room, joined, self._tools)
@@ -237,7 +239,10 @@ class LightEngine:
         self._layer_passes += run.layer_passes
 
     def _residual(self, states: int, joined: JoinedSequences, tools: Tools) -> Array:
-        """Return work memory [states, M, H]. Its first state is the input of the first masked layer."""
+        """Return work memory for hidden states, [states, M, H].
+
+        The first state is set to the input of the first masked layer.
+        """
         x_GMH = self._workspace.take("residual", (states, len(joined.id_M), self._model.hidden))
         if self._model.first_masked == 0:
             # All variants start from one state, because they agree below the first masked layer.
@@ -264,8 +269,8 @@ class LightEngine:
         return states_MH
 
     def _before_targets(self, x_GMH: Array, joined: JoinedSequences) -> Array:
-        """Return the hidden states [g, R, H] before the targets, in the buffer "normed" of the layers."""
-        # By default `take` checks the indices, and buffers the output for that. Our indices are valid.
+        """Return the hidden states [g, R, H] of the tokens before the targets, in the buffer "normed"."""
+        # With mode="raise", `take` would buffer the output. Our indices are valid, so "clip" changes none.
         shape = (len(x_GMH), len(joined.state_R), x_GMH.shape[2])
         return np.take(x_GMH, joined.state_R, axis=1, out=self._workspace.take("normed", shape), mode="clip")
 
@@ -284,7 +289,8 @@ class _VariantsPass(LossPass):
         return state.copy()
 
     def fork(self, state: Array, source_G: list[int], values_GK: Array) -> Array:
-        # Copy to the last place first. A source is at or before its place, so it is not overwritten yet.
+        # Fill the last place first. The source of a place is at the same or an earlier place, so it is not
+        # overwritten before it is copied.
         for place in range(len(source_G) - 1, -1, -1):
             self._room_GMH[place] = state[source_G[place]]
         self.set_values(values_GK)

@@ -30,14 +30,15 @@ from permille.zo.estimators import SoftTargets
 
 Array = NDArray[np.float32]
 
-# Rows that are copied from the map and widened at a time.
+# How many rows are copied from the mapped file and converted at a time.
 _LOOK_UP_ROWS = 64
-# numpy has no bfloat16, so its bits are kept, and a kernel widens them.
+# numpy has no bfloat16, so its bits are read as integers, and a kernel converts them.
 _STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", Q8_0: "u1"}
-# Weights of a block of the vocabulary, 4 MB in float32, and rows of a task.
+# How many weights a block of the vocabulary has (4 MB in float32), and how many rows a task has.
 _BLOCK_WEIGHTS = 1 << 20
 _BLOCK_ROWS = 256
-# The least probability of all tokens that a soft target does not name. A smaller one is only rounding.
+# Lower bound for the total probability of the tokens that a soft target does not name. A smaller total is
+# only rounding error.
 _LEAST_REST = 1e-6
 
 
@@ -55,7 +56,7 @@ class StoredMatrix:
             self._widen(np.ascontiguousarray(self._stored[row_M[part]]), out_MH[part])
 
     def block(self, rows: slice, scratch: Array) -> Array:
-        """Return rows as float32: a view if they are stored so, else widened into the flat `scratch`."""
+        """Return rows as float32: a view if they are stored as float32, else converted into `scratch`."""
         found = self._stored[rows]
         if self._dtype == "F32":
             view: Array = found.astype(np.float32, copy=False)
@@ -120,7 +121,7 @@ class LightHead:
         self._blocks = blocks(table.rows, max(64, _BLOCK_WEIGHTS // table.width))
 
     def losses(self, hidden_RH: Array, target_R: NDArray[np.int64], soft: SoftTargets | None = None) -> Array:
-        """Return each row's loss, float32 [R]: that of its target, or its divergence from a soft target."""
+        """Return the loss of each row, or its divergence from a soft target, float32 [R]."""
         return _losses(self._run(hidden_RH, target_R, soft, gradients=False))
 
     def gradients(
@@ -128,8 +129,8 @@ class LightHead:
     ) -> tuple[Array, Array]:
         """Return the losses [R] and `d loss / d hidden` [R, H].
 
-        For a target, the gradient is `softmax(logits) W - W[target]`, through the soft cap if there is one.
-        `_pulls` has the rule for soft targets.
+        For a target token, the gradient is `softmax(logits) W - W[target]`, multiplied by the derivative of
+        the soft cap if there is one. For soft targets, see `_pulls`.
         """
         parts = self._run(hidden_RH, target_R, soft, gradients=True)
         gradient_RH = np.empty_like(hidden_RH)
@@ -140,10 +141,10 @@ class LightHead:
             np.divide(part.gradient_RH, part.sum_R[:, None], out=gradient_RH[rows])  # type: ignore[arg-type]
             whole_R, named_RN = _pulls(part)
             gradient_RH[rows] *= whole_R[:, None]
-            # The named tokens' own term goes through the soft cap, too.
+            # The soft cap also applies to the term of the named tokens.
             named_RN *= part.chosen_slope_RN
             chosen_RH = np.empty_like(part.hidden_RH)
-            # Go column by column, because the rows of all named tokens are N times the hidden states.
+            # Work column by column. The rows of all named tokens would take N times as much memory.
             for column in range(named_RN.shape[1]):
                 self._table.look_up(part.named_RN[:, column], chosen_RH)
                 chosen_RH *= named_RN[:, column, None]
@@ -163,7 +164,7 @@ class LightHead:
             self._cap(logit_RD[:, rows])
 
         whole = len(hidden_RH) == 1 and self._table.has_row_product
-        # A single row is multiplied from the stored bytes, one task a thread. More rows share blocks.
+        # Multiply a single row by the stored bytes, with one task for each thread. More rows share blocks.
         tasks = blocks(self._table.rows, -(-self._table.rows // self._tools.threads.count))
         self._tools.threads.each(block, tasks if whole else self._blocks)
         return logit_RD
@@ -176,7 +177,7 @@ class LightHead:
             for rows in blocks(len(target_R), _BLOCK_ROWS)
         ]
         for rows in self._blocks:
-            # Each block is widened once, for all rows.
+            # Each block is converted once, for all rows.
             weight_BH = self._shared_weight(rows)
             self._tools.threads.each(self._step(weight_BH, rows.start), parts)
         return parts
@@ -216,7 +217,7 @@ class LightHead:
         part.gradient_RH += added_RH
 
     def _shared_weight(self, rows: slice) -> Array:
-        """Widen a block with all threads, for all threads."""
+        """Convert a block to float32 with all threads. All threads then read it."""
         size = (rows.stop - rows.start) * self._table.width
         if self._table.is_float32:
             return self._table.block(rows, np.empty(0, np.float32))
@@ -281,17 +282,17 @@ def _part_losses(part: _Running) -> Array:
 
 
 def _pulls(part: _Running) -> tuple[Array, Array]:
-    """Return the derivative of a row's loss by its logits, as a factor of q and a term for named tokens.
+    """Return the derivative of each row's loss with respect to its logits, as `whole` and `named`.
 
-    `d loss / d logit_j = whole q_j + named_j`, where `named_j` is 0 for tokens that are not named. P is the
-    probability of the named tokens, `rest` that of all others, and `r = rest / q_rest`. Then
-    `whole = P + rest - r` and `named_j = r q_j - p_j`. A hard target has P = 1.
+    `d loss / d logit_j = whole q_j + named_j`, where `named_j` is 0 for tokens that the target does not name.
+    P is the target's probability of the named tokens, `rest` is that of all other tokens, and
+    `r = rest / q_rest`. Then `whole = P + rest - r` and `named_j = r q_j - p_j`. A hard target has P = 1.
     """
     if part.probability_RN is None:
         return np.ones(len(part.named_RN), np.float32), np.full(part.named_RN.shape, -1, np.float32)
     q_RN = np.exp(part.chosen_RN - (part.top_R + np.log(part.sum_R))[:, None])
     rest_R, rest_q_R = _rest(part.probability_RN), _rest(q_RN)
-    # At the floor, the loss does not depend on the share of the other tokens.
+    # At its lower bound, `rest_q` is constant, so it adds nothing to the derivative.
     moves_R = rest_q_R > np.float32(_LEAST_REST)
     ratio_R = np.where(moves_R, rest_R / rest_q_R, np.float32(0))
     whole_R = part.probability_RN.sum(axis=1) + np.where(moves_R, rest_R, np.float32(0)) - ratio_R

@@ -1,7 +1,8 @@
 """The pointwise and row-wise parts of a decoder.
 
-numpy computes what the kernels of `permille.native.layers` do not accept, with the same results to rounding.
-Each function works on some rows and writes to an array of the caller, so threads can share the rows.
+numpy computes the cases that the kernels of `permille.native.layers` do not accept. The results are the same
+up to rounding. Each function works on some rows and writes to an array of the caller, so threads can divide
+the rows among them.
 
 # Legend: M tokens, H width, T tokens of one sequence, S tokens that it attends to (its own among them), A
 heads, B key-value heads, D numbers of a head, E = rotated / 2.
@@ -23,7 +24,10 @@ Array = NDArray[np.float32]
 def norm(
     kind: NormKind, x_MH: Array, weight_H: Array, bias_H: Array | None, epsilon: float, out: Array
 ) -> None:
-    """Set `out = w x / sqrt(mean(x^2) + epsilon)`. LAYER takes `x - mean(x)` for x, and adds a bias."""
+    """Set `out = w x / sqrt(mean(x^2) + epsilon)`.
+
+    A LAYER norm first subtracts `mean(x)` from x, and adds a bias in the end.
+    """
     if kind is not NormKind.LAYER and native.rms_norm(x_MH, weight_H, epsilon, out):
         return
     scaled_MH, _ = standardized(kind, x_MH, epsilon)
@@ -42,13 +46,13 @@ def standardized(kind: NormKind, x_MH: Array, epsilon: float) -> tuple[Array, Ar
 
 
 def activate(kind: Activation, x: Array) -> Array:
-    """Apply the function pointwise. `x` is overwritten, and may be the result."""
+    """Apply the function pointwise, and return the result. `x` is overwritten, often by the result."""
     if native.activate(kind.value, x):
         return x
     if kind is Activation.RELU:
         return np.maximum(x, 0, out=x)
     if kind is Activation.SILU:
-        # Far below 0 the exponential is infinite and the quotient 0, which is right.
+        # For x far below 0, the exponential overflows to infinity. The quotient is then 0, as it should be.
         x /= 1 + np.exp(-x)
         return x
     if kind is Activation.GELU:
@@ -84,7 +88,7 @@ _ERF_A = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
 def erf(x: Array) -> Array:
-    """Compute the error function, to 2e-7.
+    """Compute the error function, with an error of at most 2e-7.
 
     >>> [round(float(y), 4) for y in erf(np.array([0.0, 1.0], np.float32))]
     [0.0, 0.8427]
@@ -118,7 +122,7 @@ def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
 
 
 class AttentionScores(NamedTuple):
-    """Settings of attention scores `cap tanh(scale q k / cap)`. A window counts the token itself."""
+    """Settings of attention scores `cap tanh(scale q k / cap)`. `window` counts the token itself."""
 
     scale: float
     window: int | None = None
@@ -162,7 +166,7 @@ def attention_weights(q_GTD: Array, k_SD: Array, scores: AttentionScores) -> tup
         np.tanh(score_GTS, out=score_GTS)
         slope_GTS = 1 - score_GTS * score_GTS
         score_GTS *= np.float32(cap)
-    # exp(-inf) is 0. A token always sees itself, so no row is -inf throughout.
+    # exp(-inf) is 0. A token always attends to itself, so no row consists of -inf alone.
     np.copyto(score_GTS, -np.inf, where=~visible(q_GTD.shape[1], len(k_SD), window))
     score_GTS -= score_GTS.max(axis=2, keepdims=True)
     np.exp(score_GTS, out=score_GTS)
@@ -171,7 +175,7 @@ def attention_weights(q_GTD: Array, k_SD: Array, scores: AttentionScores) -> tup
 
 
 def visible(queries: int, keys: int, window: int | None) -> NDArray[np.bool_]:
-    """Return which tokens each of the last T of S tokens sees: itself and earlier ones, `window` at most.
+    """Return which tokens each of the last T of S tokens attends to: itself, and `window - 1` before it.
 
     >>> visible(2, 3, 2).astype(int).tolist()
     [[1, 1, 0], [0, 1, 1]]

@@ -3,10 +3,10 @@
     y = x W^T + b,    W = dequantize(codes),    W[mask] = values
 
 Each thread decodes only one tile (some rows of the weight) at a time, into its scratch memory. For each
-variant, its values are set and its tokens multiplied.
+variant, the thread writes the variant's values into the tile, and multiplies the variant's tokens by it.
 
-With 8-bit inputs, the tile stays integers and is the same for all variants. The change by a variant's
-values is a separate sparse product with float32 inputs (ADR 20):
+With 8-bit inputs, the tile stays in integers and is the same for all variants. A separate sparse product with
+float32 inputs adds what the values of a variant change (ADR 20):
 
     y = round8(x) dequantize(codes)^T + x (W - dequantize(codes))^T + b
 
@@ -34,7 +34,8 @@ Array = NDArray[np.float32]
 # A tile of about this many weights fits the caches. Products of fewer rows are slow.
 _TILE_WEIGHTS = 3 << 19
 _TILE_ROWS = (128, 512)
-# A small layer is cut into fewer tiles than threads, because fewer rows are not worth waking a thread.
+# The fewest rows of a tile. Waking a thread for fewer rows costs more than it saves. A small layer may
+# therefore have fewer tiles than there are threads.
 _LEAST_ROWS = 16
 
 
@@ -45,7 +46,7 @@ class Tools:
     Attributes:
         blas: the matrix products.
         threads: the threads.
-        int8: use 8-bit inputs of linear layers for losses.
+        int8: round the inputs of linear layers to 8 bits.
     """
 
     blas: Blas
@@ -70,7 +71,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
-    """Change of the decoded weight by sparse values, `value - decoded`, as compressed rows for each group."""
+    """The differences `value - decoded` at the mask, for each group, in compressed sparse rows."""
 
     row_start_N1: NDArray[np.int32]
     column_C: NDArray[np.int32]
@@ -96,14 +97,14 @@ class LightLinear:
         bias_N: Array | None,
         adapter: LightAdapter | None = None,
     ) -> None:
-        """`indices` are flat and strictly increasing. `start` is their offset in the package."""
+        """`indices` are flat and increase strictly. `start` is the offset of their values in the package."""
         self.rows, self.columns = weight.shape
         self.weight = weight
         self.bias_N = bias_N
         self.adapter = adapter
         self.span = slice(start, start + len(indices))
         self.indices = indices
-        # Indices are flat and increasing, so the entries of a row are a range.
+        # Indices are flat and increasing, so the entries of a row are contiguous.
         rows = np.searchsorted(indices, np.arange(self.rows + 1, dtype=np.int64) * self.columns)
         self.row_start_N1 = rows.astype(np.int32)
 
@@ -114,26 +115,27 @@ class LightLinear:
         return TokenProduct(self.weight, entries, difference_C, self.bias_N)
 
     def tiles(self, threads: int) -> list[slice]:
-        """Return ranges of output rows. In a large layer, there are equally many for each thread.
+        """Return ranges of output rows of equal size. The last range may be smaller.
 
-        They have one size, but the last may be smaller.
+        In a large layer, each thread gets the same number of ranges.
         """
         fewest, most = _TILE_ROWS
         count = -(-self.rows // min(max(_TILE_WEIGHTS // self.columns, fewest), most))
-        # Round up to a multiple of the threads, or most of them would wait for the last tiles.
+        # Round up to a multiple of the threads. Else most threads would wait while a few compute the last
+        # tiles.
         count = -(-count // threads) * threads
         return blocks(self.rows, max(-(-self.rows // count), _LEAST_ROWS))
 
     def int8_weight(self) -> PackedRows:
-        """Return the codes, for 8-bit inputs.
+        """Return the codes, if they can be multiplied by 8-bit inputs.
 
         Raises:
-            InputError: the codes are not int4 with one scale for each run of 32.
+            InputError: the codes are not int4 with a group size that is a multiple of 32.
         """
         if not has_int8(self.weight.scheme, self.weight.group_size):
             raise InputError(
-                f"8-bit activations need an int4 package in groups of a multiple of 32, and this one is "
-                f"{self.weight.scheme} in groups of {self.weight.group_size}. Use the engine light."
+                f"8-bit activations need an int4 package whose group size is a multiple of 32. This one is "
+                f"{self.weight.scheme} with a group size of {self.weight.group_size}. Use the engine light."
             )
         return self.weight
 
@@ -164,7 +166,7 @@ class LightLinear:
     ) -> Iterator[tuple[int, Array]]:
         """Yield each group and columns `rows` of its output, [M, R].
 
-        The output is in scratch memory of this name, so use it before you take the next group.
+        The output is in the scratch memory called `name`, so use it before you take the next group.
         """
         threads = tools.threads
         tokens, width = inputs.x_GMK.shape[1], rows.stop - rows.start
@@ -198,7 +200,7 @@ class LightLinear:
             yield group, part_MR
 
     def _changes(self, rows: slice, values_GC: Array) -> "Correction | None":
-        """Return the change of some rows by the values, or None if the mask has none of these rows."""
+        """Return what the values change in some rows, or None if the mask selects no weight of these rows."""
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         if first == last:
             return None
@@ -206,7 +208,7 @@ class LightLinear:
         return Correction(
             row_start_N1=self.row_start_N1[rows.start : rows.stop + 1] - np.int32(first),
             column_C=(indices % np.uint32(self.columns)).astype(np.int32),
-            # The product with the codes includes the decoded weight already.
+            # Subtract the decoded weight, because the product with the codes already includes it.
             difference_GC=values_GC[:, first:last] - decoded_at(self.weight, indices),
         )
 

@@ -1,4 +1,4 @@
-"""The decoder of a package: packed weights stay mapped, norms and biases become float32.
+"""The decoder of a package. Packed weights stay in the mapped file, and norms and biases become float32.
 
 Code of a package is never run. The config selects the mathematics (`permille.models.architecture`), and
 `Package.open` has checked that the package has the tensors for it.
@@ -29,7 +29,7 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Norm:
-    """Weights of a norm. For RMS_PLUS_ONE, the one is already added."""
+    """Weights of a norm. For RMS_PLUS_ONE, the 1 is already added to them."""
 
     kind: NormKind
     weight_H: Array
@@ -76,7 +76,7 @@ class LightModel:
 
     Attributes:
         first_masked: the lowest layer with a trained value.
-        spans: the values of each layer among those of the package.
+        spans: for each layer, the slices of the package's values that belong to it.
     """
 
     architecture: Architecture
@@ -118,7 +118,7 @@ def load_model(package: Package, tools: Tools) -> LightModel:
     architecture = architecture_of(package.config)
     parts = _Parts(package, architecture)
     embedding = StoredMatrix(package.plain(f"{architecture.embedding}.weight"))
-    # A tied head is the same mapped blob.
+    # A tied head is the same blob as the embedding.
     head = embedding if architecture.tied else StoredMatrix(package.plain("lm_head.weight"))
     spans = layer_spans(package)
     has_positions = architecture.learned_positions is not None
@@ -128,7 +128,7 @@ def load_model(package: Package, tools: Tools) -> LightModel:
         learned_positions=StoredMatrix(package.plain("model.decoder.embed_positions.weight"))
         if has_positions
         else None,
-        # OPT-350m embeds at another width than that of its layers.
+        # The embeddings of OPT-350m have another width than its layers.
         project_in_HE=parts.matrix("model.decoder.project_in.weight"),
         project_out_EH=parts.matrix("model.decoder.project_out.weight"),
         hidden=int(package.config["hidden_size"]),
@@ -158,7 +158,7 @@ def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
     fused, query, key, value = (optional(name) for name in (names.fused, names.query, names.key, names.value))
     gate, up = optional(names.gate), parts.linear(prefix + names.up)
     if about.stacked:
-        # One matrix has queries, keys and values, and another one has gate and up. Cut them into views.
+        # One matrix holds the layers query, key and value, and another one gate and up. Cut them into views.
         query, key, value = parts.stacked(f"{prefix}{names.fused}", (about.heads, *[about.kv_heads] * 2))
         gate, up = parts.stacked(prefix + names.up, (1, 1))
         fused = None
@@ -208,7 +208,7 @@ class _Parts:
             shares: the relative numbers of rows of the layers.
 
         Raises:
-            InputError: the codes cannot be divided there.
+            InputError: the codes cannot be divided between these rows.
         """
         name = f"{path}.weight"
         weight, bias_N = self._package.quantized(name), self._vector(f"{path}.bias")
@@ -228,10 +228,10 @@ class _Parts:
         coded, bias_N = PackedRows.of(weight), None if bias_N is None else bias_N[rows]
         if adapter is None:
             mask = self._package.mask(name)
-            # Mask indices increase, so those of a range of rows are neighbours.
+            # Mask indices increase, so the indices within a range of rows are contiguous.
             first, last = np.searchsorted(mask, (rows.start * columns, rows.stop * columns)).tolist()
             indices = mask[first:last]
-            if rows.start:  # the first layer keeps a view of the mapped file
+            if rows.start:  # else nothing is subtracted, and the indices stay a view of the mapped file
                 indices = indices - np.uint32(rows.start * columns)
             return LightLinear(coded, indices, start + first, bias_N)
         beside = None
@@ -245,9 +245,10 @@ class _Parts:
         """Return a norm, or None if `leaf` is None. A norm without weights (OPT) has ones.
 
         Args:
-            prefix: the prefix of its layer.
-            leaf: the name in the layer.
-            scale: a factor of the weights. The head is linear, so the final norm can scale the logits.
+            prefix: the prefix of the names of its layer.
+            leaf: the name within the layer.
+            scale: a factor for the weights. In the final norm it scales the logits, because the head is
+                linear.
         """
         if leaf is None:
             return None

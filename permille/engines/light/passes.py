@@ -4,7 +4,7 @@ States are [G, M, H]: groups of variants, each with its values. The residual is 
 
 A layer uses three buffers beside the residual. "normed" holds the input of a part of the layer, then its
 output. "inner" holds intermediate results: queries, keys and values, or the inner activations of the
-feed-forward part. "kept" is used by the parallel block only.
+feed-forward part. "kept" is used only in parallel blocks (attention and feed-forward side by side).
 
 # Legend: G groups of variants, M tokens, H hidden size, K features, A heads, B key-value heads, D numbers of
 a head, C masked weights of a layer.
@@ -103,11 +103,11 @@ class LossPass:
         self._tools.threads.each(work, tasks)
 
     def set_values(self, values_GK: Array) -> None:
-        """Set the values of each group, [g, k], for the calls to come."""
+        """Set the values of each group, [g, k], for the following calls."""
         self._values_GK = values_GK
 
     def norm(self, norm: Norm, x_GMH: Array, out_GMH: Array) -> None:
-        """Norm each token. `out_GMH` may be `x_GMH`."""
+        """Normalize each token. `out_GMH` may be `x_GMH`."""
 
         def rows(task: tuple[int, slice]) -> None:
             state, part = task
@@ -126,7 +126,7 @@ class LossPass:
             layer.variants_tile(self._tools, inputs, values[id(layer)], rows, out_GMN)
 
         threads = self._tools.threads
-        # Make one list for all layers of this input, so that threads wait once rather than once a layer.
+        # Run the tiles of all layers as one list, so that threads wait for each other only once.
         tasks = [
             (layer, out, rows)
             for layer, out in zip(layers, outs, strict=True)
@@ -145,7 +145,7 @@ class LossPass:
         up_values = first_values if gate is None else up.values(tools, x_GMH, self._values_GK)
 
         def tile(rows: slice) -> None:
-            # The gate is written to the result's place first. Then up is multiplied onto it, for all groups.
+            # Write the gate of all groups to the result first. Then multiply the result by up.
             for group, part_MR in first.products(tools, inputs, first_values, rows, "up"):
                 out_GMI[group, :, rows] = numbers.activate(kind, part_MR)
             if gate is None:
@@ -156,12 +156,12 @@ class LossPass:
         tools.threads.each(tile, up.tiles(tools.threads.count))
 
     def _inputs(self, x_GMK: Array) -> Inputs:
-        """Return the inputs of linear layers in the form that their products take."""
+        """Return the inputs of linear layers in the form that `LightLinear.products` takes."""
         if not self._tools.int8:
             return Inputs(x_GMK=x_GMK)
         states, tokens, columns = x_GMK.shape
         wide = padded(columns)
-        # One buffer, counted in float32: the bytes of all tokens, then a scale for each token.
+        # One float32 buffer holds the 8-bit inputs of all tokens, and then a scale for each token.
         kept = self._workspace.take("int8", (states * tokens * (wide // 4 + 1),))
         q_GMP = kept[: states * tokens * wide // 4].view(np.uint8).reshape(states, tokens, wide)
         scale_GM = kept[states * tokens * wide // 4 :].reshape(states, tokens)
@@ -174,13 +174,13 @@ class LossPass:
         return Inputs(x_GMK=x_GMK, q_GMP=q_GMP, scale_GM=scale_GM)
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
-        """Attend causally within each sequence; arrays are [G, M, heads, D]."""
+        """Compute causal attention within each sequence. Arrays are [G, M, heads, D]."""
 
         def sequence(task: tuple[int, slice]) -> None:
             state, rows = task
             numbers.attention(q[state, rows], k[state, rows], v[state, rows], layer.scores, out[state, rows])
 
-        # A task for each sequence, because tokens do not attend across sequences.
+        # Each sequence is a task of its own, because tokens do not attend across sequences.
         tasks = [(state, rows) for state in range(len(q)) for rows in self._joined.sequences]
         self._tools.threads.each(sequence, tasks)
 
@@ -200,12 +200,12 @@ def run_layer(run: LossPass, architecture: Architecture, layer: LightLayer, x_GM
         np.add(attended_GMH, x_GMH, out=added_GMH)
         np.add(_mlp(run, layer, x_GMH), added_GMH, out=x_GMH)
         return
-    # Gemma 2 and 3, OLMo 2 and 3 and EXAONE 4 norm the output of a part before it is added.
+    # Gemma 2 and 3, OLMo 2 and 3 and EXAONE 4 normalize the output of a part before it is added.
     if layer.norm_attention_out is not None:
         run.norm(layer.norm_attention_out, attended_GMH, attended_GMH)
     scale_residual(architecture, attended_GMH)
     x_GMH += attended_GMH
-    # POST norms the sum, residual included.
+    # POST normalizes the sum of residual and output.
     if kind is BlockKind.POST and layer.norm_attention is not None:
         run.norm(layer.norm_attention, x_GMH, x_GMH)
     moved_GMH = _mlp(run, layer, x_GMH, normed=kind is not BlockKind.POST)
@@ -224,7 +224,7 @@ def scale_residual(architecture: Architecture, added: Array) -> None:
 
 
 def norm_heads(run: LossPass, norm: Norm, x_GMAD: Array) -> None:
-    """Norm each head in place. A norm that is wider covers all heads of a token together."""
+    """Normalize each head in place. A norm wider than a head covers all heads of a token together."""
     x = x_GMAD.reshape(*x_GMAD.shape[:2], -1, len(norm.weight_H))
     run.norm(norm, x, x)
 
@@ -247,10 +247,10 @@ def _attention(run: LossPass, architecture: Architecture, layer: LightLayer, x_G
     if layer.settings.rope is not None:
         run.rotate(layer, q)
         run.rotate(layer, k)
-    # The projections have read the normed input, so its memory takes the output of the heads.
+    # The projections have read the normalized input, so its memory can take the output of the heads.
     (out_GMA,) = run.buffers("normed", x_GMH, architecture.heads * architecture.head)
     run.attend(layer, q, k, v, out_GMA.reshape(q.shape))
-    # Queries, keys and values are used up by now.
+    # Queries, keys and values are no longer needed, so their memory can take the result.
     (result_GMH,) = run.buffers("inner", x_GMH, x_GMH.shape[2])
     run.linear([layer.output], out_GMA, [result_GMH])
     return result_GMH
@@ -276,7 +276,7 @@ def _mlp(run: LossPass, layer: LightLayer, x_GMH: Array, *, normed: bool = True)
     normed_GMH = _normed(run, layer.norm_mlp if normed else None, x_GMH)
     (inner_GMI,) = run.buffers("inner", x_GMH, layer.up.rows)
     run.feed_forward(layer.gate, layer.up, normed_GMH, inner_GMI)
-    # Only the inner activations needed the normed input, so its memory takes the result.
+    # Only the inner activations needed the normalized input, so its memory can take the result.
     (result_GMH,) = run.buffers("normed", x_GMH, x_GMH.shape[2])
     run.linear([layer.down], inner_GMI, [result_GMH])
     return result_GMH

@@ -2,8 +2,9 @@
 
 The forward pass keeps the input of each decoder layer. Then each layer, from the last to the first
 masked one, is computed again and differentiated ("Training deep nets with sublinear memory cost",
-section 3, with a layer as a segment). At a time, memory holds one hidden vector for each token and
-layer, the inside of one layer, a tile of a weight and a block of logits, but nothing of a matrix's size.
+section 3, with a layer as a segment). At any time, memory holds one hidden vector for each token and layer,
+the intermediate results of one layer, a tile of a weight and a block of logits. It never holds an array as
+large as a weight matrix.
 
     gradient of weight (n, m) = sum over tokens of d_out[n] x[m]          for the masked (n, m) only
 
@@ -46,10 +47,10 @@ from permille.models.descriptions import BlockKind, NormKind
 
 Array = NDArray[np.float32]
 
-# Bounds the memory for the tokens of one part. More tokens make products faster, up to a few hundred.
+# This bounds the memory for the tokens of one part. Up to a few hundred, more tokens make products faster.
 _PART_BYTES = 56 << 20
 _FEWEST_TOKENS = 64
-# Numbers of a pointwise task. They fit the caches.
+# How many numbers a pointwise task covers. They fit into the processor's caches.
 _NUMBERS = 1 << 17
 # The largest number of attention scores, and of products of tokens and masked weights, at a time.
 _SCORES = 1 << 20
@@ -76,7 +77,7 @@ class ReversePass:
         return -(-tokens // -(-tokens // most))
 
     def gradient(self, joined: JoinedSequences, value_K: Array, x_1MH: Array) -> tuple[float, Array]:
-        """Return the sum of the token losses, and its gradient by the values, float32 [K].
+        """Return the sum of the token losses, and its gradient with respect to the values, float32 [K].
 
         Args:
             joined: the sequences.
@@ -108,7 +109,7 @@ class ReversePass:
         d_RH = d_RE if project_EH is None else d_RE @ project_EH
         run.norm_back(model.final_norm, states_RH, d_RH, d_RH)
         x_MH[...] = 0
-        x_MH[joined.state_R] = d_RH  # a token is before at most one target
+        x_MH[joined.state_R] = d_RH  # each token stands before at most one target
         # Sum in float64, so that the division of a batch into parts hardly changes the loss.
         return float(loss_R.sum(dtype=np.float64))
 
@@ -164,7 +165,7 @@ class LayerReverse(LossPass):
         kind, post = self._architecture.block, self._architecture.block is BlockKind.POST
         attended = self._attend(layer, x_MH)
         if kind is BlockKind.PARALLEL:
-            # Both branches read the gradient at the output, and the first one already adds to it.
+            # Both branches read the gradient at the output. Copy it, because the first branch changes `d_MH`.
             d_out_MH = self._take("attended", x_MH)
             np.copyto(d_out_MH, d_MH)
             d_MH += self._attention_back(layer, x_MH, attended, d_out_MH)
@@ -182,7 +183,7 @@ class LayerReverse(LossPass):
         fed = self._feed(layer, middle_MH)
         d_out_MH = self._after_feed_forward(layer, fed, middle_MH, d_MH)
         d_MH += self._feed_forward_back(layer, middle_MH, fed, d_out_MH)
-        # With POST, the norm covers the sum, so one gradient goes to the residual and to the attention.
+        # With POST, the norm covers the sum of residual and attention, so both have the same gradient.
         d_out_MH = d_MH if post else moved_MH
         self.norm_back(layer.norm_attention if post else layer.norm_attention_out, moved_MH, d_MH, d_out_MH)
         scale_residual(self._architecture, d_out_MH)
@@ -302,7 +303,7 @@ class LayerReverse(LossPass):
             linear_back(self._tools, linear, self._value_K, d_out_MN, d_x_MK)
 
     def norm_or_copy(self, norm: Norm | None, x_MH: Array, out_MH: Array) -> None:
-        """Norm x, or copy it if there is no norm."""
+        """Normalize x, or copy it if there is no norm."""
         if norm is None:
             np.copyto(out_MH, x_MH)
         else:
@@ -414,10 +415,10 @@ def attention_back(scores: AttentionScores, heads: Heads, d: Heads) -> None:
 
 
 def linear_back(tools: Tools, layer: LightLinear, value_K: Array, d_out_MN: Array, d_x_MK: Array) -> None:
-    """Add `d_out W` to `d_x`. Each tile of W is made by all threads, then read by all."""
+    """Add `d_out W` to `d_x`. All threads decode a tile of W together, and then all of them read it."""
     pool, value_C = tools.threads, value_K[layer.span]
     parts = blocks(len(d_x_MK), -(-len(d_x_MK) // pool.count))
-    # Take the tiles of one thread, because all threads share each tile here.
+    # Cut the tiles as for a single thread, because all threads share each tile here.
     for rows in layer.tiles(1):
         height = rows.stop - rows.start
         tile_RK = pool.scratch("weight", height * layer.columns).reshape(height, -1)
@@ -437,7 +438,10 @@ def linear_back(tools: Tools, layer: LightLinear, value_K: Array, d_out_MN: Arra
 def add_gradient(
     tools: Tools, layer: LightLinear, x_MK: Array, d_out_MN: Array, value_K: Array, gradient_K: Array
 ) -> None:
-    """Add `sum over t of d_out[t, row of c] x[t, column of c]` to each `gradient[c]`, or the adapter's."""
+    """Add `sum over t of d_out[t, row of c] x[t, column of c]` to each `gradient[c]`.
+
+    For a layer with an adapter, add the gradient of the adapter's numbers instead.
+    """
     if layer.adapter is not None:
         layer.adapter.add_gradient(tools.threads, x_MK, d_out_MN, value_K, gradient_K)
         return

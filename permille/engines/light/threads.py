@@ -1,7 +1,7 @@
 """Threads whose results do not depend on their timing.
 
-Each task writes to its own memory and computes in a single thread. So a result depends on how the work
-was cut, which is a function of shapes and the number of threads, but not on the order of the tasks.
+Each task writes to its own memory and computes in a single thread. So a result does not depend on the order
+of the tasks. It depends on how the work is divided, which follows from the shapes and the number of threads.
 """
 
 import os
@@ -20,7 +20,7 @@ class Threads:
     """A pool of threads. Each thread has scratch memory of its own."""
 
     def __init__(self, count: int | None) -> None:
-        """Start `count` threads, or as many as the process has processors if it is None."""
+        """Start `count` threads. None starts one for each processor that the process may use."""
         self.count = count or available_processors()
         self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="permille") if self.count > 1 else None
         self._own = threading.local()
@@ -28,7 +28,7 @@ class Threads:
     def each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
         """Call `work` with every item. Return when all are done; raise the error of the first that failed."""
         if self._pool is None or len(items) == 1:
-            with np.errstate(all="ignore"):  # NaN is a valid result here, and shows in the loss
+            with np.errstate(all="ignore"):  # NaN is a valid result here, and makes the loss NaN
                 for item in items:
                     work(item)
             return
@@ -42,7 +42,10 @@ class Threads:
             pass
 
     def scratch(self, name: str, size: int) -> NDArray[np.float32]:
-        """Return `size` float32 of the calling thread, valid until the thread takes this name again."""
+        """Return memory of the calling thread for `size` float32 numbers.
+
+        It is valid until the thread asks for the same name again.
+        """
         buffer: NDArray[np.float32] | None = getattr(self._own, name, None)
         if buffer is None or len(buffer) < size:
             buffer = np.empty(size, np.float32)

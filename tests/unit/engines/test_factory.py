@@ -49,7 +49,9 @@ def test_auto_takes_the_light_engine_where_it_can_and_torch_elsewhere(package: P
 
 def test_the_light_engine_refuses_another_device(package: Package) -> None:
     for name in ("light", "light-int8"):
-        with pytest.raises(InputError, match=f'"{name}" has no float32 on cuda.* engine "torch"'):
+        with pytest.raises(
+            InputError, match=f'"{name}" supports only float32 on cpu, not float32 on cuda.* engine "torch"'
+        ):
             open_engine(package, name, device="cuda")
 
 
@@ -59,7 +61,7 @@ def test_a_runtime_that_is_not_installed_is_named(package: Package, monkeypatch:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(InputError, match=r"needs its runtime: pip install --no-deps executorch"):
         open_engine(program_package(package), "executorch")
-    with pytest.raises(InputError, match='"executorch" has no bfloat16 on cpu'):
+    with pytest.raises(InputError, match='"executorch" supports only float32 on cpu, not bfloat16 on cpu'):
         open_engine(package, "executorch", compute_dtype="bfloat16")
 
 
