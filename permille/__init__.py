@@ -1,6 +1,6 @@
 """permille: personalise a large language model by training one weight in a thousand.
 
-The way from a model to a personal model:
+These steps lead from a model to a personal model:
 
     import permille
 
@@ -15,7 +15,7 @@ The way from a model to a personal model:
     personal.export("gguf", "mine")
 
 Importing this package imports nothing heavy: a name is loaded when it is first used. `permille/FORMAT.md`
-says what is written to disk.
+defines the files that are written.
 """
 
 from importlib import import_module
@@ -48,7 +48,7 @@ __all__ = [
     "sensitivity_mask",
 ]
 
-# The device's own code trains, so `Personalizer` lives with it; nothing else here names a program.
+# Training is a part of the agent, so `Personalizer` is defined there. It is the only name from a program.
 _HOMES = {
     "ChosenAdapter": "permille.package.build",
     "ChosenMask": "permille.package.build",

@@ -28,11 +28,11 @@ def address_key(host: str) -> str:
     try:
         address = ipaddress.ip_address(plain_address(host))
     except ValueError:
-        # Not an address, for example of a Unix socket. The key stays short.
+        # The client of a Unix socket, for example, has no address. Keep the key short.
         return host[:64]
     if address.version == 4:
         return str(address)
-    # Clear the lower half: it names the interface.
+    # Clear the lower half, which identifies the interface.
     return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
 
 

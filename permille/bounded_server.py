@@ -1,9 +1,9 @@
 """An HTTP server of the standard library that strangers cannot block.
 
-A connection belongs to a stranger until its request proves who asks. A stranger is disconnected after ten
-seconds, even if it sends a byte now and then. When all places are taken, the oldest stranger is disconnected
-to admit a new connection. A client with too many connections loses its own first, so one address cannot
-block the others.
+A client is a stranger until its request proves its identity. A stranger is disconnected after ten seconds,
+even if it sends a byte now and then. The number of connections is limited. At the limit, the server
+disconnects the oldest stranger to admit a new connection. A client with too many connections loses one of its
+own first, so one address cannot block the others.
 
 The keeper, `permille-agent serve` and the metrics of the workers use this server.
 """
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from permille.addresses import address_key
 
-# The limit of a single read. `Places.stranger_s` limits all of them together.
+# The timeout of a single read. `Places.stranger_s` limits the time of all reads together.
 _HANDSHAKE_S: Final = 60.0
 
 
@@ -47,7 +47,7 @@ class Place:
     Attributes:
         key: the client, from `address_key`.
         socket: the connection's socket. The TLS handshake replaces it.
-        proved: whether the client has shown who it is.
+        proved: whether the client has proved its identity.
         timers: they close the connection when its time is over.
     """
 
@@ -57,13 +57,13 @@ class Place:
     timers: list[threading.Timer] = field(default_factory=list)
 
     def close(self) -> None:
-        """End the connection. A thread that waits for input then reads its end."""
+        """End the connection. A thread that waits for input then reads the end of input."""
         with suppress(OSError):  # it may have ended already
             # `SSLSocket.shutdown` drops the TLS state while another thread still reads with it.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def close_stranger(self) -> None:
-        """End the connection unless its client was proved."""
+        """End the connection unless its client has proved its identity."""
         if not self.proved:
             self.close()
 
@@ -112,7 +112,7 @@ class Connections:
 class BoundedServer(ThreadingHTTPServer):
     """A threading server with a small number of connections.
 
-    A subclass sets `limits` to change them. The handler calls `prove` as soon as it knows the client.
+    A subclass changes the limits by setting `limits`. The handler calls `prove` when it knows the client.
 
     Args:
         address: host and port.
@@ -136,7 +136,7 @@ class BoundedServer(ThreadingHTTPServer):
         self.places: dict[Any, Place] = {}
 
     def prove(self, client_address: Any) -> None:
-        """Note that the client of a connection has shown who it is."""
+        """Note that the client of a connection has proved its identity."""
         self.places[client_address].proved = True
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -163,11 +163,11 @@ class BoundedServer(ThreadingHTTPServer):
             self.shutdown_request(request)
         finally:
             self._connections.leave(place)
-            # A client may have reused its port for a new connection.
+            # If the client has reused its port for a new connection, keep the new place.
             if self.places.get(client_address) is place:
                 del self.places[client_address]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an error of this program. Errors of connections are ignored: strangers could fill the log."""
+        """Log errors of this program. Ignore errors of connections, so that strangers cannot fill the log."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)

@@ -16,7 +16,8 @@ from permille.errors import PackageError
 
 JSON: TypeAlias = "str | int | bool | Sequence[JSON] | Mapping[str, JSON] | None"
 
-# Far below Python's own limit of recursion, so a foreign document cannot exhaust the stack.
+# The deepest nesting of a value. It is far below Python's limit of recursion, so an untrusted document cannot
+# exhaust the stack.
 MAX_DEPTH = 32
 _INT_LIMIT = 2**63
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
@@ -37,7 +38,7 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 def digest_bytes(digest: str) -> bytes:
-    """Return the 32 bytes that a digest spells."""
+    """Return the 32 bytes that a digest encodes."""
     return bytes.fromhex(digest.removeprefix("sha256:"))
 
 
@@ -92,7 +93,7 @@ def parse_canonical(data: bytes | memoryview, limit: int) -> JSON:
         expected = canonical_json(value)
     except (TypeError, ValueError) as exc:
         raise PackageError("json-malformed", str(exc)) from exc
-    # Only the comparison finds unsorted keys, spaces and escapes.
+    # The parser accepts unsorted keys, spaces and escapes. Only this comparison finds them.
     if expected != raw:
         raise PackageError("json-not-canonical", "expected sorted keys, no spaces and no escapes")
     return value
@@ -131,7 +132,7 @@ def _check(value: JSON, depth: int) -> None:
     if value is None or isinstance(value, str | bool):
         return
     if isinstance(value, int):
-        # Other languages read 64-bit integers.
+        # Many languages cannot read integers of more than 64 bits.
         if not -_INT_LIMIT <= value < _INT_LIMIT:
             raise ValueError(f"expected a signed 64-bit integer, got one of {value.bit_length()} bits")
         return

@@ -52,7 +52,7 @@ def make_private(folder: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Replace a file at once: write a temporary file beside it, flush it to disk, and rename it.
+    """Replace a file atomically: write a temporary file beside it, flush that to disk, and rename it.
 
         write_atomic(Path("state.json"), b"{}", mode=0o600)
 
@@ -64,7 +64,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     Raises:
         OSError: the file system failed. `path` is unchanged.
     """
-    # Beside the file, because a rename is atomic within one file system only.
+    # The temporary file is in the same folder, because a rename is atomic only within one file system.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     temporary = Path(name)
     try:
@@ -74,7 +74,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         temporary.replace(path)
-    # Also for KeyboardInterrupt: no temporary file may stay.
+    # This includes KeyboardInterrupt, because no temporary file may remain.
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -82,22 +82,23 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Return a folder with content, which is created at once if it is missing.
+    """Return a folder. If it does not exist, fill a temporary folder and rename it.
 
         made_once(root / "gguf" / digest, lambda temporary: convert(path, temporary))
 
-    The name of the folder must determine its content, for example by a digest.
+    So the folder never exists without its whole content. The name of the folder must determine its content,
+    for example by a digest.
 
     Args:
         folder: the folder.
-        make: fills the empty temporary folder that it is called with. If it fails, no folder is left.
+        make: a function that fills the temporary folder. If it fails, no folder is left.
 
     Raises:
         OSError: the file system failed.
     """
     if folder.exists():
         return folder
-    # A process id is not unique: threads share it, and so may containers on one disk.
+    # Use random digits. A process id is not unique: threads share it, and so may containers on one disk.
     temporary = folder.with_name(f".{folder.name[:16]}-{secrets.token_hex(8)}")
     temporary.mkdir(parents=True)
     try:
@@ -105,7 +106,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         try:
             temporary.rename(folder)
         except OSError:
-            if not folder.exists():  # somebody else made the same folder meanwhile
+            if not folder.exists():  # else another process made the same folder meanwhile
                 raise
         fsync_folder(folder.parent)
     finally:
@@ -117,7 +118,7 @@ def follow_inside(root: Path, relative: str) -> Path | None:
     """Return the real path of `relative` below `root`, or None if it leads out of `root`.
 
     The path need not exist. Symbolic links are followed here, one by one, so nothing outside of the root is
-    ever looked up. Not even the time of an answer reveals what exists there.
+    ever looked up. So not even the time that this takes reveals what exists there.
     """
     if "\0" in relative or relative.startswith("/"):
         return None
@@ -140,7 +141,7 @@ def follow_inside(root: Path, relative: str) -> Path | None:
         links += 1
         if links > _MOST_LINKS:
             return None
-        # An absolute link may spell the root itself through a link, so both spellings count.
+        # An absolute link may contain the root's real path, or the path by which the caller named the root.
         if target.is_absolute():
             base = next((base for base in (real_root, root.absolute()) if target.is_relative_to(base)), None)
             if base is None:

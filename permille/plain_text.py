@@ -13,7 +13,7 @@ from typing import Final
 
 PLACEHOLDER: Final = "\N{REPLACEMENT CHARACTER}"
 _OBEYED: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-# Persian, Hindi and emoji are written with the joiners, which move nothing.
+# Keep the joiners. Persian, Hindi and emoji need them, and they do not move the cursor.
 _KEPT: Final = frozenset("\n\t\u200c\u200d")
 
 

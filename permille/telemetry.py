@@ -1,10 +1,10 @@
 """Logs and traces of the service and its workers. One id connects a request with the process that does
 its job.
 
-It is the id of W3C trace context. A request takes it from its `traceparent` header, or gets a new
-one. The answer returns it as `X-Request-ID`, the row of a job stores it, and every log line
-contains it. Spans are exported only if `OTEL_EXPORTER_OTLP_ENDPOINT` is set. This uses
-OpenTelemetry's own exporter, in the extra `telemetry`.
+The id is the trace id of W3C trace context. It comes from the request's `traceparent` header. A request
+without this header gets a new id. The response has it in the header `X-Request-ID`, the job's row in the
+database stores it, and every log line contains it. Spans are exported only if `OTEL_EXPORTER_OTLP_ENDPOINT`
+is set. The exporter is that of OpenTelemetry, in the extra `telemetry`.
 """
 
 import logging
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII)
 _FIELDS: Final = "%(asctime)s %(levelname)s %(name)s %(message)s %(request_id)s %(job_id)s"
-# Messages may quote strangers. So they cannot forge a second log line or send codes to a terminal.
+# Messages may quote text of strangers. Replace control characters, so that such a text cannot forge a second
+# log line or send codes to a terminal.
 _PLAIN: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\t")}
 _PLAIN[ord("\n")] = "\n    "
 _QUIET: Final = ("alembic", "botocore", "opentelemetry", "tuf")
@@ -65,7 +66,7 @@ class Trace:
             True
         """
         match = _TRACEPARENT.fullmatch(traceparent or "")
-        # W3C trace context: ids of zeros are invalid.
+        # In W3C trace context, an id of zeros is invalid.
         if match is None or not int(match[1], 16) or not int(match[2], 16):
             return None
         # Bit 0 of the flags.
@@ -133,8 +134,12 @@ def stop_tracing() -> None:
 class Outage:
     """Log when an operation begins to fail, when the reason changes, and when it works again.
 
-    This is for operations that are repeated every few seconds. Attributes: `what` names the failure
-    in words.
+    This is for operations that are repeated every few seconds.
+
+    Attributes:
+        log: the log.
+        what: the failure in words.
+        level: the level of the messages about a failure.
 
     Example:
 
@@ -164,8 +169,9 @@ class Outage:
 
 @contextmanager
 def span(name: str, above: Trace | None, attributes: Mapping[str, str | int]) -> Iterator[Trace]:
-    """Record a span for a piece of work, below `above` or as the root of a trace. Log lines within
-    have its id.
+    """Record a span for the block, below `above` or as the root of a trace.
+
+    The log lines of the block contain the trace id.
     """
     tracer = _tracer()
     if tracer is None:
@@ -190,7 +196,7 @@ def span(name: str, above: Trace | None, attributes: Mapping[str, str | int]) ->
 
 @contextmanager
 def request(above: Trace | None) -> Iterator[Trace]:
-    """Set the trace of a request. FastAPI's instrumentation makes its span, if there is one."""
+    """Set the trace of a request. If spans are exported, FastAPI's instrumentation has made its span."""
     here = above or Trace.new()
     if _tracer() is not None:
         from opentelemetry import trace
@@ -214,7 +220,7 @@ def watching(job_id: str, above: Trace | None) -> Iterator[None]:
 
 @contextmanager
 def _within(here: Trace | None) -> Iterator[None]:
-    # A context variable, so that each thread and each task has its own trace.
+    # `current` is a context variable, so each thread and each task has its own trace.
     token = current.set(here)
     try:
         yield
@@ -242,7 +248,7 @@ def _add_ids(record: logging.LogRecord) -> bool:
 
 
 class _TextFormatter(logging.Formatter):
-    """A formatter for people. The ids stand at the end of a line."""
+    """A formatter for people. It writes the ids at the end of a line."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(name)s %(levelname)s %(message)s%(ids)s")

@@ -33,6 +33,6 @@ def _utf8_lengths(text: str) -> NDArray[np.int64]:
     points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     lengths = np.ones(len(points), dtype=np.int64)
     for first in (0x80, 0x800, 0x10000):
-        # A character from each of these code points on takes one byte more.
+        # From each of these code points on, a character takes one more byte.
         lengths += points >= first
     return lengths

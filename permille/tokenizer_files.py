@@ -1,4 +1,4 @@
-"""Read the files beside a `tokenizer.json`: special tokens, chat template, and the ends of an answer.
+"""Read the files beside a `tokenizer.json`: special tokens, chat template, and tokens that end an answer.
 
     files = TokenizerFiles.read(lambda name: package.file(name) if name in names else None)
 
@@ -13,8 +13,8 @@ from typing import Any
 from permille.errors import PackageError
 
 MAX_TEMPLATE_CHARACTERS = 64 << 10
-# Some models name only the end of a document as `eos_token_id`, so a chat would continue after its answer.
-# llama.cpp ends an answer at the same names.
+# Some models name only the end of a document as `eos_token_id`, so text would continue after the answer.
+# llama.cpp also ends an answer at these tokens.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
 
 ReadFile = Callable[[str], bytes | None]
@@ -65,7 +65,7 @@ class TokenizerFiles:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the special tokens as variables of the chat template, in the names of transformers.
+        """Return the special tokens as variables of the chat template, with the names that transformers uses.
 
         Missing `bos` and `eos` tokens are empty texts, because many templates print them unconditionally.
         """
@@ -111,7 +111,7 @@ def _template(file: bytes | None, config: Mapping[str, Any]) -> str | None:
         except UnicodeDecodeError as exc:
             raise PackageError("chat-template", "The chat template is not UTF-8. Save it in UTF-8.") from exc
     elif isinstance(template, list):
-        # Some models have several named templates.
+        # Some models have several templates with names. Take the one named "default".
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if not isinstance(template, str):

@@ -2,8 +2,8 @@
 
     architecture = architecture_of({"model_type": "llama", ...})
 
-The light engine uses it, because it does not have transformers. `families` reads the shapes. A config
-that needs unknown mathematics is refused, with the name of its key.
+The light engine uses this record, because it runs without transformers. `families` reads the shapes of the
+tensors. A config that needs unknown mathematics is refused, and the error names the key.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Activation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSettings:
-    """Settings that may differ between layers: attention window and rotation."""
+    """Settings that may differ between layers: attention window and rotary embedding."""
 
     window: int | None
     rope: Rope | None
@@ -39,10 +39,11 @@ class Architecture:
     """A decoder.
 
     Attributes:
-        positions: the longest sequence.
-        stacked: whether one matrix has the queries, then the keys, then the values, and another one has the
-            gate, then up.
-        residual_scale: factor of the output of each part of a layer.
+        head: the width of an attention head.
+        positions: the length of the longest sequence.
+        stacked: whether one matrix holds the layers query, key and value in this order, and another one gate
+            and up.
+        residual_scale: factor of the outputs of attention and feed-forward part.
         logits_scale: factor of the logits.
         learned_positions: rows before position 0 in the table of learned positions, or None without a table.
     """
@@ -81,12 +82,12 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """
     shape, settings = shape_of(config), Settings(config)
     about = shape.about
-    # `shape_of` has read these keys with a reader of its own, so they are not unknown here.
+    # `shape_of` has already read these keys, with a `Settings` of its own.
     settings.passed_over(shape.keys | {"tie_word_embeddings", "intermediate_size", "ffn_dim"})
-    # The engine's attention is causal: a token never sees a later one.
+    # The engine's attention is causal: a token never attends to a later one.
     settings.require("use_bidirectional_attention", False)
     learned = about.rotation is Rotation.LEARNED
-    # Only GPT-NeoX may leave this key out.
+    # Only a config of GPT-NeoX may lack this key.
     positions = settings.size("max_position_embeddings", 2048 if about.rotation is Rotation.PART else None)
     # Scores are multiplied by `scalar ** -0.5`, which is `1 / sqrt(head)` in all families but Gemma 2,
     # Gemma 3 and Granite (below).
@@ -102,7 +103,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     scale, embedding_scale = scalar**-0.5, float(shape.hidden**0.5) if about.embedding_scaled else 1.0
     residual_scale = logits_scale = 1.0
     if about.multiplied:
-        # Granite names the factor of its scores. It does not depend on the width of a head.
+        # The config of Granite states the scale of the scores, whatever the width of a head.
         scale = settings.number("attention_multiplier", 1.0)
         embedding_scale = settings.number("embedding_multiplier", 1.0)
         residual_scale = settings.number("residual_multiplier", 1.0)
@@ -118,11 +119,11 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head=shape.head,
-        # A longer sequence would need other frequencies, so it is refused rather than computed differently.
+        # Longer sequences would need other rotary frequencies, so engines refuse them.
         positions=min([positions, *limits]),
         block=_block(settings, shape),
         norm=about.norm,
-        # OPT has no key for it, and uses the default of torch.
+        # A config of OPT has no key for epsilon. The model uses torch's default.
         norm_epsilon=1e-5 if learned else settings.number(*about.norm_epsilon),
         activation=_activation(settings, shape),
         attention_scale=scale,
@@ -143,7 +144,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 
 def _block(settings: Settings, shape: ModelShape) -> BlockKind:
-    # For example OPT-350m, which normalizes after each part.
+    # OPT-350m, for example, normalizes after each part.
     if shape.family is Family.OPT and not settings.flag("do_layer_norm_before", True):
         return BlockKind.POST
     if shape.family is Family.GPT_NEOX and not settings.flag("use_parallel_residual", True):
@@ -170,7 +171,7 @@ def _activation(settings: Settings, shape: ModelShape) -> Activation:
         # The ignored key may only be absent, null or the usual value.
         settings.require("hidden_activation" if key == "hidden_act" else "hidden_act", "gelu_pytorch_tanh")
     if shape.family is Family.GEMMA and name == "gelu":
-        return Activation.GELU_TANH  # as transformers: Gemma's first releases wrote "gelu" for this
+        return Activation.GELU_TANH  # as in transformers: Gemma's first configs say "gelu" but mean this
     return _ACTIVATIONS[name]
 
 
@@ -214,16 +215,16 @@ def _rope(settings: Settings, shape: ModelShape, positions: int) -> Rope:
             "rope_theta": settings.number("rotary_emb_base", 1e4),
             "partial_rotary_factor": settings.number("rotary_pct", 0.25),
         }
-        # Old configs of GPT-NeoX have the two keys above. A newer table wins.
+        # Old configs of GPT-NeoX have the two keys above. A table, as in newer configs, takes precedence.
         return rope_of(parameters | given | scaling, head=shape.head, positions=positions)
     parameters = scaling or given
     if shape.family is Family.MINISTRAL3 and "llama_4_scaling_beta" not in parameters:
-        # transformers would use a default of its own here.
+        # Without this key, transformers uses a default that is not supported here.
         raise unsupported("rope_parameters with llama_4_scaling_beta", parameters)
     if shape.about.rotation is Rotation.SHARE:
         parameters.setdefault("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))
         context = settings.size("original_max_position_embeddings", 4096)
-        if "long_factor" in parameters:  # as in transformers, where the config's own key wins
+        if "long_factor" in parameters:  # as in transformers, where the key outside the table wins
             parameters["original_max_position_embeddings"] = context
         parameters.setdefault("rope_theta", settings.number("rope_theta", shape.about.theta))
         return rope_of(parameters, head=shape.head, positions=positions)
@@ -242,7 +243,7 @@ def _ropes_by_layer(settings: Settings, shape: ModelShape, positions: int) -> li
     key, theta = shape.about.near_theta
     full = {"rope_theta": settings.number("rope_theta", shape.about.theta)}
     full |= dict(given.get("full_attention") or {})
-    # The older key holds for layers with full attention only.
+    # The older key applies only to layers with full attention.
     full |= settings.table("rope_scaling")
     near = {"rope_theta": theta if key is None else settings.number(key, theta)}
     near |= dict(given.get("sliding_attention") or {})
@@ -260,7 +261,7 @@ _NO_WINDOW = (Family.PHI3, Family.MINISTRAL3)  # families without a window by de
 
 
 def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
-    """Return each layer's attention window in tokens, itself included. None means no limit."""
+    """Return each layer's attention window in tokens. It counts the token itself. None means no limit."""
     kind, count = shape.about.windows, shape.layers
     if kind is Windows.NONE:
         if shape.about.rotation is Rotation.SOME:  # SmolLM3 has keys for windows, but does not use them
@@ -281,7 +282,7 @@ def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
         pattern = shape.about.window_pattern
         kinds = settings.texts("layer_types")
         if kinds is not None:
-            # A list of types says more than a pattern, so the pattern is not read.
+            # `layer_types` gives the type of each layer, so the pattern is ignored.
             settings.passed_over(("sliding_window_pattern",))
         elif shape.family in (Family.GEMMA3_TEXT, Family.EXAONE4):
             pattern = settings.size("sliding_window_pattern", pattern)

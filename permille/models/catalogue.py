@@ -1,10 +1,10 @@
-"""A catalogue of published models, by their configs, with their needs on a device.
+"""A catalogue of published models, with the disk space and memory that each of them needs on a device.
 
     for entry in CATALOGUE:
         print(entry.name, entry.parameters, entry.package_bytes(Scheme.NF4))
 
-The configs are the publishers', reduced to the keys that decide sizes. Sizes are computed. A test
-compares the number of parameters with the published one.
+The configs are those of the publishers, reduced to the keys that determine sizes. Sizes are computed from
+them. A test compares the number of parameters with the published one.
 """
 
 from collections.abc import Mapping
@@ -18,18 +18,18 @@ from permille.quantization import default_group_size
 from permille.quantization.types import Scheme, bits_of
 
 TRAINED_TOKENS: Final = 256
-# A float32 for each group of weights.
+# Each group of weights has a float32 scale.
 _SCALE_BITS: Final = 32
 _TABLE_BYTES: Final = 34 / 32
-"""Bytes of a weight of embedding or head: 8 bits, and its share of a float16 for each group of 32."""
+"""Bytes for a weight of embedding or head: 8 bits, and 1/32 of the float16 scale of its group."""
 _TRAINING_BYTES: Final = 75_000_000
-"""Memory of a training process beside package and activations, fitted to the measured shapes."""
+"""Memory of a training process apart from package and activations. It is fitted to measurements."""
 
 
 class Ran(StrEnum):
-    """The part of a model that was run here.
+    """What was tested of a model: its config alone, or its real weights.
 
-    For every family, tests compare a small random model with transformers as well.
+    In addition, tests compare a small random model of every family with transformers.
     """
 
     CONFIG = "config"
@@ -42,9 +42,9 @@ class Entry:
 
     Attributes:
         name: the name on the hub.
-        config: the keys of its `config.json` that decide sizes.
-        published: the publisher's number of parameters, or None if it is not known here.
-        ran: the part that was run.
+        config: the keys of its `config.json` that determine sizes.
+        published: the number of parameters that the publisher states, or None if it is unknown.
+        ran: what was tested of the model.
     """
 
     name: str
@@ -69,18 +69,18 @@ class Entry:
         # Biases are 1-D, too, and are stored like norms.
         norms = sum(prod(shape) for shape in shapes.values() if len(shape) == 1)
         tables = self.parameters - linears - norms
-        # Bits of a weight, with its share of the scale of its group.
+        # Bits of a weight, including its share of the scale of its group.
         bits = bits_of(scheme) + _SCALE_BITS / default_group_size(scheme)
         return round(linears * bits / 8 + tables * _TABLE_BYTES + norms * 4)
 
     @property
     def training_bytes(self) -> int:
-        """Estimate the memory above the package for a gradient step on one row of `TRAINED_TOKENS`.
+        """Estimate the memory, without the package, of a gradient step on one row of `TRAINED_TOKENS`.
 
-        It counts a hidden vector of each token and decoder layer, the activations of one layer, and the
-        process. It is within 3 % of the two shapes that `docs/results/real-model.md` measured.
+        The estimate is the sum of a hidden vector for each token and decoder layer, the activations of one
+        layer, and the process. It is within 3 % of both measurements in `docs/results/real-model.md`.
         """
-        # float32 has 4 bytes. The activations of one layer take as much as 32 hidden vectors.
+        # float32 has 4 bytes. The activations of one layer take 32 hidden vectors for each token.
         layers, hidden = self.config["num_hidden_layers"], self.config["hidden_size"]
         return _TRAINING_BYTES + 4 * TRAINED_TOKENS * (int(layers) + 32) * int(hidden)
 

@@ -1,4 +1,4 @@
-"""A model folder of transformers, read without torch: config, tensors by their headers, content digest.
+"""Reader of a model folder of transformers, without torch. It also computes a digest of the contents.
 
     checkpoint = Checkpoint(Path("SmolLM2-135M-Instruct"))
     checkpoint.float32("model.norm.weight")
@@ -51,7 +51,7 @@ _IF_MISSING = {
     CONFIG_FILE: "Name a folder that transformers saved, or a GGUF file.",
     "tokenizer.json": "Save the model's tokenizer there (`tokenizer.save_pretrained`).",
 }
-# A clone without git-lfs has such text files in place of the weights.
+# A clone without git-lfs has text files in place of the weights. They begin with this line.
 _LFS_POINTER = b"version https://git-lfs"
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _LARGEST_HEADER = 64 << 20
@@ -231,7 +231,7 @@ def _followed(folder: Path, name: str) -> Path | None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check the folder for files that other libraries would follow out of it.
+    """Check that no file makes other libraries read outside of the folder.
 
     Raises:
         InputError: a link leads out of the folder, or there is an adapter, which names a base model.
@@ -241,7 +241,7 @@ def _check_folder(folder: Path) -> None:
             raise InputError(
                 f"{path.name} in {folder.name} is a link that leads out of it. Copy the file itself."
             )
-    # transformers would go on to the base model that the adapter names, wherever that is.
+    # transformers would load the base model that the adapter names, wherever that is.
     if (folder / _ADAPTER_FILE).exists():
         raise InputError(f"{folder.name} holds an adapter ({_ADAPTER_FILE}), no whole model. Merge it first.")
 
@@ -277,7 +277,7 @@ def _weight_files(folder: Path) -> list[str]:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
     raise InputError(
         f"{folder.name} has neither {WEIGHTS_FILE} nor {INDEX_FILE}. "
-        + (f"It has {', '.join(pickles)}, and only jobs open and convert pickles." if pickles else _AGAIN)
+        + (f"It has {', '.join(pickles)}. Only jobs, such as builds, convert pickles." if pickles else _AGAIN)
     )
 
 
@@ -298,7 +298,7 @@ def _read_header(folder: Path, file: str) -> dict[str, Entry]:
                 f"bytes and the file. {_AGAIN}"
             )
         header = _parse_object(stream.read(length), f"the header of {file}")
-    # Free text of the program that wrote the file, not a tensor.
+    # This is free text of the program that wrote the file, and no tensor.
     header.pop("__metadata__", None)
     return {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
 
@@ -337,7 +337,7 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def _compare(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    # Names come first: a wrong shape says little while tensors are missing.
+    # Compare names first, because a wrong shape says little if tensors are missing.
     for what, names in (
         ("missing", expected.keys() - found.keys()),
         ("unknown", found.keys() - expected.keys()),
@@ -348,6 +348,6 @@ def _compare(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[
     for name, shape in expected.items():
         if found[name] != shape:
             raise InputError(
-                f"{name}: expected shape {shape} by the config, got {found[name]}. config.json is of another "
-                f"model than the weights. {_AGAIN}"
+                f"{name}: expected shape {shape} by the config, got {found[name]}. config.json and the "
+                f"weights belong to different models. {_AGAIN}"
             )

@@ -1,4 +1,4 @@
-"""Conversion of older model folders: pickled weights, or no `tokenizer.json`.
+"""Conversion of older model folders, which have pickled weights or no `tokenizer.json`.
 
     folder = modern_folder(Path("opt-1.3b"), Path("models"))
 
@@ -21,14 +21,14 @@ from permille.models.checkpoint import TEXT_FILES, WEIGHTS_FILE, Checkpoint, ins
 PICKLES: Final = ("pytorch_model.bin", "pytorch_model-*.bin")
 PICKLE_INDEX: Final = "pytorch_model.bin.index.json"
 FOLDERS: Final = "converted"
-"""Folder of converted models, below the model root."""
+"""The folder below the model root that holds converted models."""
 MAX_PICKLE_BYTES: Final = 64 << 30
 CHILD_S: Final = 1800.0
 SLOW_TOKENIZERS: Final = ("vocab.json", "tokenizer.model")
 
 
 def modern_folder(folder: Path, root: Path) -> Path:
-    """Return the folder, or a conversion of it below `root`, which is made once.
+    """Convert an older folder, once, and return its conversion below `root`. Return a modern folder itself.
 
     Raises:
         InputError: a file is damaged or too large, or a pickle holds more than tensors. No folder is left.
@@ -40,7 +40,7 @@ def modern_folder(folder: Path, root: Path) -> Path:
         return folder
     weights = pickles or sorted(path.name for path in folder.glob("*.safetensors"))
     texts = [name for name in TEXT_FILES if (folder / name).exists()]
-    # The texts decide the tokenizer, so a change in them needs another conversion.
+    # The text files determine the tokenizer, so a change in them needs another conversion.
     contents = {name: digest_of_file(inside(folder, name)) for name in (*weights, *texts)}
     digest = digest_of(b"permille-converted-1\0" + canonical_json(contents)).removeprefix("sha256:")
 
@@ -79,9 +79,9 @@ def _convert(folder: Path, made: Path, pickles: list[str]) -> None:
     # Without pickles, the child converts the tokenizer alone.
     if child.returncode == 0 and (not paths or (made / WEIGHTS_FILE).exists()):
         return
-    # The child has read foreign bytes, so its words are bounded before they reach a log or a page.
+    # The child has read untrusted bytes, so limit the length of its message before a log or a page shows it.
     said = child.stdout.decode(errors="replace").strip()[:500]
     raise InputError(
         f"{folder.name} cannot be converted: "
-        + (said or f"the process that reads it ended with {child.returncode}; perhaps memory is short.")
+        + (said or f"the process that reads it ended with {child.returncode}. Memory may be too small.")
     )

@@ -1,9 +1,9 @@
-"""Descriptions of model families: one record for shapes and mathematics.
+"""Descriptions of model families. One record describes the shapes and the mathematics of a family.
 
-To add a family with known building blocks, add a row. Families differ in the positions of norms, in
-biases, windows, rotations, soft caps and scales. `families` reads the shapes of a config for every use
-of a model, and `architecture` the mathematics for the light engine. Names of tensors and defaults are
-those of transformers 5.
+To add a family with known building blocks, add a record. Families differ in the positions of norms, in
+biases, windows, rotations, soft caps and scales. With these records, `families` reads the shapes of a config
+for every use of a model, and `architecture` reads the mathematics for the light engine. Names of tensors and
+defaults are those of transformers 5.
 """
 
 from collections.abc import Mapping
@@ -145,7 +145,7 @@ class Description:
     final_norm: str = "model.norm"
     names: BlockNames = BlockNames()
     stacked: bool = False
-    # The key of the width between `up` and `down`.
+    # The config key of the width between `up` and `down`.
     inner: str = "intermediate_size"
     head: int | None = None
     tied: bool = False
@@ -336,4 +336,4 @@ DESCRIPTIONS: Mapping[Family, Description] = {
 }
 
 TEXT_MODELS: Mapping[str, Family] = {"gemma3": Family.GEMMA3_TEXT, "mistral3": Family.MISTRAL}
-"""Models with vision, with the default family of their text model."""
+"""For each model with vision, the default family of its text model."""

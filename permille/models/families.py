@@ -46,7 +46,7 @@ _EXPERT_KEYS = (
     "moe_num_experts",
     "num_experts_per_tok",
 )
-# Not every mixture has one of these keys, so these are known by their type.
+# Some mixtures have none of these keys. They are recognised by their `model_type`.
 _EXPERT_TYPES = (
     "mixtral",
     "phimoe",
@@ -58,7 +58,7 @@ _EXPERT_TYPES = (
     "gpt_oss",
     "llama4_text",
 )
-# Building blocks of other families that no engine has.
+# Building blocks of other families that no engine supports.
 _MISSING_LAYERS = {
     "falcon_h1": "state-space layers (Mamba)",
     "jamba": "state-space layers (Mamba)",
@@ -70,7 +70,7 @@ _MISSING_LAYERS = {
 }
 
 _OTHERS = "`permille models catalogue` lists models to choose from."
-# Tensors are listed layer by layer, so a forged number of layers could fill the memory.
+# Tensors are listed layer by layer, so a forged number of layers could fill the memory. This is the limit.
 _LARGEST_LAYERS = 4096
 
 
@@ -121,7 +121,7 @@ def family_of(config: Config) -> Family:
     >>> family_of({"model_type": "llama"}).value
     'llama'
 
-    Code that a config names (`auto_map`) is never run. A known family needs none.
+    Code that a config names (`auto_map`) is never run. A known family needs no such code.
 
     Raises:
         InputError: the family is unknown, or the model is a mixture of experts or already quantized. For an
@@ -137,7 +137,7 @@ def family_of(config: Config) -> Family:
             f"The model is a mixture of experts (model_type {model_type!r}), which is not supported. "
             + _OTHERS
         )
-    # A foreign value may be a list, which no set can look up.
+    # An untrusted value may be a list, and a list cannot be looked up in a set.
     if not isinstance(model_type, str) or model_type not in set(Family):
         if (missing := _MISSING_LAYERS.get(str(model_type))) is not None:
             raise InputError(f"Models of type {model_type} are not supported: they need {missing}. {_OTHERS}")
@@ -226,7 +226,7 @@ def shape_of(config: Config) -> ModelShape:
     """Return the checked numbers of a config.
 
     Raises:
-        InputError: as `family_of`, or a number is missing, no integer, or out of range.
+        InputError: as for `family_of`, or a number is missing, is no integer, or is out of range.
     """
     family = family_of(config)
     about, read = DESCRIPTIONS[family], Settings(config)
@@ -302,11 +302,11 @@ def scoped_tensors(config: Config, scope: str = "all") -> tuple[tuple[str, tuple
 
     Args:
         config: the config.
-        scope: "all", "attention", "mlp", or a range of layers from 0 with both ends, such as "layers:11-",
-            "layers:4-7" or "layers:3".
+        scope: "all", "attention", "mlp", or a range of layers such as "layers:11-", "layers:4-7" or
+            "layers:3". Layers count from 0, and a range includes both ends.
 
     Raises:
-        InputError: as `shape_of`, or the scope has another form or is outside of the model's layers.
+        InputError: as for `shape_of`, or the scope is malformed or is outside of the model's layers.
     """
     shape = shape_of(config)
     part = LayerPart(scope) if scope in set(LayerPart) else None
@@ -328,7 +328,7 @@ def layer_of(name: str) -> int | None:
 
 
 def table_names(config: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the names of embedding and head. A checkpoint with a tied head lacks the second."""
+    """Return the names of embedding and head. A checkpoint with a tied head does not have the head."""
     return f"{DESCRIPTIONS[family_of(config)].embedding}.weight", "lm_head.weight"
 
 
@@ -343,8 +343,8 @@ def is_tied(config: Config) -> bool:
 def canonical_name(config: Config, name: str) -> str | None:
     """Return the canonical name of a checkpoint's tensor, or None if the model does not use it.
 
-    Unused are rotary and causal-mask buffers of old checkpoints, a stored copy of a tied head, and the parts
-    of a model with vision other than its text model.
+    The model does not use rotary and causal-mask buffers of old checkpoints, a stored copy of a tied head, or
+    the parts of a model with vision other than its text model.
     """
     family = family_of(config)
     if _VISION.match(name):

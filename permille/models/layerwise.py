@@ -9,12 +9,12 @@
     with stream.ends() as ends:
         logits = [ends.logits(hidden_BTH) for hidden_BTH in hidden]
 
-The code of transformers runs, in eval mode. The model is built without memory ("meta"). Each decoder
-layer is replaced by a recorder, which stores the arguments of the layer (masks, rotations). These depend
-only on the shape of the input, so all families work alike.
+The model is that of transformers, in eval mode. It is built on torch's device "meta", without memory. In the
+model, recorders replace the decoder layers. A recorder stores the arguments of its layer (masks, rotations).
+They depend only on the shape of the input. So this module needs no code for single families.
 
 If gradients are enabled, `layer` and `logits` are differentiable with respect to the hidden states, and to
-parameters on which the caller sets `requires_grad_()`. No graph is kept here.
+parameters on which the caller sets `requires_grad_()`. This module keeps no autograd graph.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ from permille.models.families import family_of, shape_of
 
 
 class LayerStream:
-    """A model that holds only the part in use in memory."""
+    """A model of which only the part in use is in memory."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class LayerStream:
             raise InputError(f"The model has no list of decoder layers at {self._prefix}.")
         self._layers = list(layers)
         self._recorders = [_Recorder() for _ in self._layers]
-        # Recorders have no parameters, so filling the model loads its ends only.
+        # Recorders have no parameters, so filling the model loads only its ends.
         self._model.set_submodule(self._prefix, nn.ModuleList(self._recorders))
         restore_buffers(self._model, self._device)
-        # Arguments of each layer by the shape of the input, which alone decides them.
+        # The arguments of each layer, by the shape of the input. They depend on nothing else.
         self._inputs: dict[tuple[int, int], tuple[Mapping[str, Any], ...]] = {}
 
     @property
@@ -102,7 +102,7 @@ class LayerStream:
 
     def _keywords(self, index: int, hidden_BTH: Tensor) -> Mapping[str, Any]:
         shape = (hidden_BTH.shape[0], hidden_BTH.shape[1])
-        # A caller may run a layer on a shape that was never embedded: embed zeros to record its arguments.
+        # A caller may run a layer on a shape that was never embedded. Embed zeros to record the arguments.
         if shape not in self._inputs:
             with self.ends() as ends, torch.no_grad():
                 ends.embed(torch.zeros(shape, dtype=torch.long))
@@ -119,7 +119,7 @@ class LayerStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
-    """A decoder layer in memory. A parameter is `prefix`, a dot and its name in the module."""
+    """A decoder layer in memory. A parameter's full name is `prefix`, a dot, and its name in `module`."""
 
     stream: LayerStream
     index: int
@@ -152,7 +152,7 @@ class Ends:
 
 
 class _Recorder(nn.Module):
-    """A stand-in for a decoder layer. It hands the hidden states on, or replaces them."""
+    """A stand-in for a decoder layer. It records its inputs, and returns them or `replaced`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class _Recorder(nn.Module):
 
 
 def transformers_config(config: Mapping[str, Any]) -> Any:
-    """Make the config of transformers for a `config.json` of a known family.
+    """Return a config object of transformers for a `config.json` of a known family.
 
     Raises:
         InputError: the family is unknown, or its attention is not causal.

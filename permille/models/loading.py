@@ -28,7 +28,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str 
     """Load the causal language model of a folder, in eval mode.
 
     Raises:
-        InputError: as `Checkpoint`, or tensors do not fit the model of transformers.
+        InputError: as for `Checkpoint`, or tensors do not fit the model of transformers.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -36,7 +36,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str 
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         config=AutoConfig.for_model(**config),
-        # Names of the text model in a model with vision, by newer and older checkpoints.
+        # How newer and older checkpoints of models with vision name the tensors of the text model.
         key_mapping={
             r"^(model\.language_model|language_model\.model)\.": "model.",
             r"^language_model\.lm_head\.": "lm_head.",

@@ -2,13 +2,13 @@
 
     x1' = x1 cos(p f) - x2 sin(p f),   x2' = x2 cos(p f) + x1 sin(p f)
 
-for the two halves x1, x2 of the rotated part of a head at position p. Frequencies are computed in float64
-and rounded once. Angles are float32 products, as in transformers.
+Here x1 and x2 are the two halves of the rotated part of a head, p is the position and f are the frequencies.
+Frequencies are computed in float64 and rounded once. Angles are float32 products, as in transformers.
 
 Known types: default, linear, dynamic, llama3 (Llama 3.1), yarn (YaRN, sections 3.2 and 3.4), longrope
 (LongRoPE, section 3.2). "dynamic" changes nothing up to the model's last position, and no sequence is
 longer. Beyond the original context, "longrope" has other frequencies, and "yarn" with
-`llama_4_scaling_beta` (Ministral 3) scales scores. Both are supported within that context only.
+`llama_4_scaling_beta` (Ministral 3) scales scores. These two are supported only within that context.
 """
 
 import math
@@ -56,7 +56,7 @@ class Rope:
     Attributes:
         frequency_E: float32 [rotated / 2].
         scaling: the factor of cosine and sine.
-        longest: the longest sequence that has these frequencies, or None without a limit.
+        longest: the length of the longest sequence for which the frequencies hold, or None without a limit.
     """
 
     frequency_E: NDArray[np.float32]
@@ -110,7 +110,7 @@ def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope
         frequency_E = _llama3(frequency_E, given, positions)
     elif kind == "yarn":
         frequency_E, scaling = _yarn(frequency_E, given, theta, width, positions)
-        if "llama_4_scaling_beta" in given:  # scores are scaled, too, beyond the original context
+        if "llama_4_scaling_beta" in given:  # beyond the original context, scores would be scaled, too
             longest = int(_context(given, positions))
     elif kind == "longrope":
         longest = int(_context(given, positions))
@@ -162,7 +162,7 @@ def _llama3(
         raise unsupported("low_freq_factor and high_freq_factor to differ", low)
     context = _context(given, positions)
     wavelength_E = 2 * math.pi / frequency_E
-    # Long waves are stretched by `factor`, short ones stay, and those between are interpolated.
+    # Long waves are stretched by `factor`, short ones keep their length, and those between are interpolated.
     slow_E = np.where(wavelength_E > context / low, frequency_E / factor, frequency_E)
     smooth_E = (context / wavelength_E - low) / (high - low)
     between_E = (1 - smooth_E) * slow_E / factor + smooth_E * slow_E

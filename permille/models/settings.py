@@ -1,7 +1,7 @@
 """A typed reader of a foreign `config.json`, with the defaults of transformers 5.
 
-It notes every key that is read. An unread key that is not known to be harmless is refused by name, so
-that the light engine computes what transformers computes, or nothing.
+The reader records every key that is read. An unread key that is not known to be harmless is an error. So the
+light engine either computes what transformers computes, or refuses the config.
 """
 
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 from permille.errors import InputError
 
-# Bookkeeping, dropout (used in training only), and keys by which old releases laid out their memory.
+# Bookkeeping, dropout (used in training only), and keys for the memory layout of old releases.
 _HARMLESS = frozenset(
     {
         "activation_dropout",
@@ -141,7 +141,7 @@ class Settings:
             raise unsupported(f"{key} of {', '.join(map(repr, allowed)) or 'null'}", value)
 
     def passed_over(self, keys: Iterable[str]) -> None:
-        """Mark keys as read that other code uses, or that change nothing here."""
+        """Mark keys as read, because other code uses them or because they change nothing here."""
         self.keys |= set(keys)
 
     def check_all_read(self) -> None:

@@ -2,8 +2,8 @@
 
 This module does not need torch.
 
-Only files of an allow-list are downloaded from the hub, and only at a full commit. So neither code nor a
-moved branch can come in.
+Only files of an allow-list are downloaded from the hub, and only of a commit that is given in full. So no
+code is downloaded, and a branch that moves has no effect.
 """
 
 import re
@@ -27,8 +27,8 @@ def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
     """Return the real path of `relative` below `root`. `what` is "folder" or "file".
 
     Raises:
-        InputError: the path leads out of the root or does not exist. Both have one message, so that nobody
-            learns about files outside.
+        InputError: the path leads out of the root or does not exist. The message is the same in both cases,
+            so that it tells nothing about files outside.
     """
     path = follow_inside(root, relative)
     if path is None or not (path.is_dir() if what == "folder" else path.is_file()):
@@ -47,13 +47,13 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
         download_model("HuggingFaceTB/SmolLM2-135M-Instruct", "<40 hex digits>", Path("models"))
 
     Raises:
-        InputError: the repository or commit has another form, the hub does not know it, or it holds no
-            weights that are read here.
+        InputError: the repository or commit is malformed, the hub does not know it, or the repository holds
+            no weights that are read here.
         OperatorError: the disk has less space than the files need. Nothing was downloaded.
         RetryableError: the hub cannot be reached.
         OSError: the file system failed.
     """
-    # The name becomes a folder below the root.
+    # Check the name, because it becomes a folder below the root.
     if not _REPOSITORY.fullmatch(repository) or ".." in repository:
         raise InputError(
             f"Write the repository as owner/name, not {repository!r:.200}. A folder or file needs no commit."
@@ -69,7 +69,7 @@ def download_model(repository: str, commit: str, root: Path) -> Path:
         raise InputError(
             f"{relative} below the root is a link that leads out of it. Put the folder itself there."
         )
-    # This file is written last. Without it, the download of the folder was cut off, and is continued.
+    # This file is written last. If it is missing, the download was cut off, and is continued.
     finished = folder / ".complete"
     if not finished.exists():
         from filelock import FileLock
@@ -95,7 +95,7 @@ def _fetch(repository: str, commit: str, folder: Path) -> None:
                 "revision": commit,
                 "local_dir": folder,
                 "allow_patterns": [*TEXT_FILES, *weights],
-                # Copies of the weights for other programs.
+                # These are copies of the weights for other programs.
                 "ignore_patterns": ["*/*", "consolidated*"],
             }
             listed = snapshot_download(repository, dry_run=True, **chosen)

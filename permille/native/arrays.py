@@ -1,4 +1,4 @@
-"""Checks of arrays before they go to a kernel, which cannot check what is behind a pointer."""
+"""Checks of arrays before a kernel gets pointers to them. A kernel cannot check where a pointer leads."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ def check_array(
     fits = array.ndim == len(shape) and all(
         want in (None, got) for want, got in zip(shape, array.shape, strict=True)
     )
-    # A kernel would read or write foreign memory.
+    # With another array, a kernel would read or write memory outside of it.
     if array.dtype != dtype or not fits or not array.flags.c_contiguous:
         sizes = ["any" if size is None else size for size in shape]
         order = "" if array.flags.c_contiguous else ", not contiguous"
@@ -46,7 +46,7 @@ def check_range(first: int, last: int, size: int) -> None:
     """Check that `first` to `last` is a range within `size`.
 
     Raises:
-        InputError: it is not.
+        InputError: it is not such a range.
     """
     if not 0 <= first <= last <= size:
         raise InputError(f"expected a range within 0..{size}, got {first}..{last}")

@@ -1,8 +1,8 @@
 """Compile the kernels with the system's C compiler: `python -m permille.native.build`.
 
 The result is one shared library. Every kernel is compiled once for each target that the compiler
-supports, and the processor decides at run time. `hatch_build.py` runs this file at installation, so it
-imports the standard library alone. Without a working compiler, numpy does the work.
+supports. At run time, a target is chosen that the processor supports. `hatch_build.py` runs this file at
+installation, so this file imports only the standard library. Without a working compiler, numpy does the work.
 """
 
 import os
@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "src"
-"""Installed with the package. A library that was made from other sources is not used."""
+"""The C sources, which are installed with the package. A library made from other sources is not used."""
 LIBRARY_NAME = "_kernels.so"
 
 _FLAGS = (
@@ -22,9 +22,9 @@ _FLAGS = (
     "-O3",
     "-fPIC",
     "-fvisibility=hidden",
-    # fused operations only where a kernel asks for them
+    # Fuse operations only where a kernel asks for it.
     "-ffp-contract=off",
-    "-fno-math-errno",  # a square root is then an instruction everywhere, and no call into libm
+    "-fno-math-errno",  # makes a square root one instruction instead of a call into libm
     "-Wall",
     "-Wextra",
     "-Werror=vla",
@@ -87,7 +87,7 @@ def _build(
         for target, options in targets.items():
             unit = Path(folder) / f"{target}.o"
             define = (f"-DTARGET={target}", f"-DPATH_{target.upper()}")
-            # The same source for every target. `TARGET` becomes a suffix of the kernels' names.
+            # Compile the same source for every target. `TARGET` becomes a suffix of the kernels' names.
             error = _run([*command, *options, *define, "-c", str(SOURCES / "kernels.c"), "-o", str(unit)])
             if not error:
                 objects[target] = unit

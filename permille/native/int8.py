@@ -1,4 +1,4 @@
-"""Products of 8-bit inputs and 4-bit codes. One instruction computes several times as many as with floats.
+"""Products of 8-bit inputs and 4-bit codes. An instruction does several times as many products as in float32.
 
 The features of a token are rounded to 8 bits with one scale for the token, `max|x| / 127`. The codes of
 an int4 weight are used as integers. Sums within a run of 32 features are exact. The sum of a run is
@@ -20,9 +20,9 @@ from permille.quantization.packed_rows import PackedRows
 from permille.quantization.types import Scheme
 
 RUN = 32
-# Rows side by side: four features of each are 32 bytes (`src/int8.inc`).
+# The number of rows that are stored side by side. Four features of each take 32 bytes (`src/int8.inc`).
 _PANEL = 8
-# Well above 4e-37, below which 127 / max|x| overflows.
+# A token with a smaller max|x| becomes zero. Below 4e-37, 127 / max|x| would overflow.
 _SMALLEST = np.float32(1e-30)
 
 
@@ -41,9 +41,9 @@ def has_int8(scheme: Scheme, group_size: int) -> bool:
 
 
 def quantize_tokens(x_MK: NDArray[np.float32], q_MP: NDArray[np.uint8], scale_M: NDArray[np.float32]) -> None:
-    """Round each token: `x = scale * (q - 128)`, with q from 1 to 255, and 128 beyond K.
+    """Round each token to `x = scale * (q - 128)`, with q from 1 to 255. Beyond K features, q is 128.
 
-    A token smaller than 1e-30 becomes zero. One that is not finite gets the scale NaN.
+    A token with max|x| below 1e-30 becomes zero. A token with NaN or infinity gets the scale NaN.
 
     Raises:
         InputError: an array has another type or shape.
@@ -69,7 +69,7 @@ def quantize_tokens(x_MK: NDArray[np.float32], q_MP: NDArray[np.uint8], scale_M:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Int8Rows:
-    """Some rows of a weight in the layout of the product.
+    """Some rows of a weight in the layout that `int8_product` takes.
 
     Attributes:
         panels: int8, the codes of eight rows side by side.
@@ -87,13 +87,13 @@ class Int8Rows:
 
 
 def scratch_floats(rows: int, columns: int) -> int:
-    """Return the number of float32 that `int8_rows` needs as memory."""
+    """Return how many float32 numbers of scratch memory `int8_rows` needs."""
     whole, wide = -(-rows // _PANEL) * _PANEL, padded(columns)
     return whole * (wide // 4 + wide // RUN + 1)
 
 
 def int8_rows(weight: PackedRows, first: int, last: int, scratch: NDArray[np.float32]) -> Int8Rows:
-    """Convert rows of an int4 weight in the memory `scratch`. They are valid until that memory is reused.
+    """Convert rows of an int4 weight for `int8_product`. They are valid until `scratch` is reused.
 
     Raises:
         InputError: the range is outside of the weight, the scheme is not int4, or the memory is too small.

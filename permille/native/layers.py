@@ -1,11 +1,12 @@
-"""Kernels between the products of a decoder layer: norm, rotation, activation, attention. All in float32.
+"""Float32 kernels for the work between the products of a layer: norm, rotation, activation, attention.
 
-Each function returns whether it did the work. Without the library, or for arrays in a layout that the
-kernel does not accept, it returns False and changes nothing. The caller then does the same in numpy,
-with equal results to rounding. Kernels release the interpreter's lock and use one thread.
+Two more kernels multiply a token by the output head. Each function returns whether it did the work. Without
+the library, or for arrays in a layout that the kernel does not accept, it returns False and changes nothing.
+The caller then computes the same in numpy. The results are equal up to rounding. Kernels release the
+interpreter's lock and use one thread.
 
 # Legend: M tokens, H width, T new tokens of S, A heads, B key-value heads, D numbers of a head, E = half of
-the rotated numbers, N, K = rows and columns of the head.
+the rotated numbers, N, K = rows and columns of the output head.
 """
 
 import numpy as np
@@ -16,7 +17,7 @@ from permille.tensors import Q8_0_BYTES, Q8_0_WEIGHTS
 
 Array = NDArray[np.float32]
 
-# Floats of the widest register. The kernels' scratch memory is padded to it.
+# The number of floats in the widest register. Scratch memory is padded to a multiple of it.
 _STEP = 16
 
 
@@ -72,7 +73,7 @@ def attention(
     """Compute causal attention of the last T of S tokens. Head a reads key-value head a // (A / B).
 
     Args:
-        window: the number of tokens that a token sees, itself included. None sets no limit.
+        window: the number of tokens that a token attends to, itself included. None sets no limit.
         cap: scores become `cap * tanh(score / cap)`. None leaves them as they are.
     """
     library = load()
@@ -84,12 +85,12 @@ def attention(
     fits = k_SBD.shape == v_SBD.shape == (keys, kv_heads, head) and out_TAD.shape == q_TAD.shape
     if not fits or heads % kv_heads or not 0 < queries <= keys or cap == 0:
         return False
-    # The kernel takes 0 for no cap, so a real cap of 0 is left to numpy.
+    # For the kernel, 0 means no cap. A cap of 0 was refused above.
     numbers = np.array([scale, cap or 0.0], np.float32)
     behind = min(window or 0, keys)  # a config's number may be larger than the kernel's integers
     if queries == 1:
         library.call(
-            # One query reads each key and value once, where they are. Several queries share reordered copies.
+            # A single query reads each key and value once, in place. Several queries share reordered copies.
             "attention_one", q_TAD, _steps(q_TAD)[1], k_SBD, *_steps(k_SBD), v_SBD, *_steps(v_SBD),
             out_TAD, _steps(out_TAD)[1], keys, heads, kv_heads, head, behind, numbers,
             np.empty(keys, np.float32),
@@ -105,7 +106,7 @@ def attention(
 
 
 def product_bf16(x_K: Array, w_NK: NDArray[np.uint16], out_N: Array) -> bool:
-    """Set `out = W x` for rows of bfloat16, which are widened in registers."""
+    """Set `out = W x` for rows of bfloat16, which are converted to float32 in registers."""
     library = load()
     plain = _is_plain(x_K) and _is_plain(out_N) and w_NK.dtype == np.uint16 and w_NK.flags.c_contiguous
     if library is None or not plain or w_NK.shape != (len(out_N), len(x_K)):
@@ -130,7 +131,7 @@ def _is_plain(array: Array) -> bool:
 
 
 def _has_plain_heads(array: Array) -> bool:
-    """Return whether an array is [tokens, heads, numbers] with the numbers of a head side by side."""
+    """Return whether an array is [tokens, heads, numbers], and the numbers of a head are contiguous."""
     return (
         array.ndim == 3
         and array.dtype == np.float32

@@ -1,7 +1,8 @@
-"""Find the compiled kernels and select a path: the widest that this processor supports, or the requested one.
+"""Find the compiled kernels, and select the code path for this processor.
 
-`PERMILLE_NATIVE=off` disables the kernels. `scalar`, `avx2`, `avx512` or `neon` selects a path. Each
-call of `load` reads the variable, so nothing is decided at import.
+By default, this is the path with the widest registers that the processor supports. `PERMILLE_NATIVE=off`
+disables the kernels. The values `scalar`, `avx2`, `avx512` and `neon` select a path. Each call of `load`
+reads the variable, so nothing is decided at import.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from permille.errors import OperatorError
 
 VARIABLE = "PERMILLE_NATIVE"
 LIBRARY_NAME = "_kernels.so"
-"""The same value as in `build`, which is imported for building only."""
+"""The same value as in `build`. That module is imported only when it is needed."""
 
 # The numbers of `permille_has` (`src/dispatch.c`).
 _PATHS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
@@ -30,7 +31,7 @@ class Held:
     """An array with its address. numpy takes 2.6 us for an address, and a token needs thousands of them."""
 
     def __init__(self, array: NDArray[np.generic]) -> None:
-        """Keep the array, which the caller has checked as for `Library.call`."""
+        """Keep the array. The caller must check it as for `Library.call`."""
         self.array = array
         self.address: int = array.ctypes.data
 
@@ -53,8 +54,8 @@ class Library:
     def call(self, name: str, *arguments: Argument) -> int:
         """Run a kernel without the interpreter's lock, and return its result, if it has one.
 
-        The caller must check that arrays are C-contiguous and have the right types and sizes. They are passed
-        as pointers, integers as 64 bits.
+        The caller must check that arrays are C-contiguous and have the right types and sizes. Arrays are
+        passed as pointers, and integers are passed as 64 bits.
         """
         kernel = self._kernels.get(name)
         if kernel is None:
@@ -64,7 +65,7 @@ class Library:
         )
 
     def _find(self, name: str, arguments: tuple[Argument, ...]) -> Callable[..., int]:
-        """Look a kernel up. The first call decides the kinds of its arguments, which are always the same."""
+        """Look up a kernel. Its first call fixes the types of its arguments for all later calls."""
         try:
             function = self._dll[f"{name}_{self.path}"]
         except AttributeError as exc:
@@ -134,7 +135,7 @@ def _open() -> ctypes.CDLL | None:
         _check_whole(file)
         dll = ctypes.CDLL(str(file))
         abi = dll.permille_abi()
-    except (OSError, AttributeError) as exc:  # built for another system, or no library of ours
+    except (OSError, AttributeError) as exc:  # built for another system, or by another project
         warnings.warn(
             f"{file.name} cannot be loaded, so numpy does its work: {exc}", RuntimeWarning, stacklevel=2
         )
@@ -150,9 +151,9 @@ def _open() -> ctypes.CDLL | None:
 
 
 def _check_whole(file: Path) -> None:
-    """Refuse a truncated file of Linux. Mapping it would end the process at its first missing page.
+    """Refuse a truncated ELF file. If it were loaded, the process would crash at the first missing page.
 
-    Linkers write the table of sections last. The header has its position (ELF-64: e_shoff, e_shentsize,
+    Linkers write the table of sections last. The header states its position (ELF-64: e_shoff, e_shentsize,
     e_shnum).
 
     Raises:

@@ -1,8 +1,8 @@
 """Products that never write an unpacked weight to memory.
 
-`sparse_product` adds the change of a layer's output by sparse values. `TokenProduct` multiplies one token by
-a whole layer, straight from its codes. For several tokens it is faster to dequantize a tile of the weight and
-to call BLAS, as `permille.engines.light.linear` does.
+`sparse_product` adds to a layer's output what sparse values change. `TokenProduct` multiplies one token by
+the codes of a whole layer. For several tokens, it is faster to dequantize a tile of the weight and to call
+BLAS, as `permille.engines.light.linear` does.
 
 Shapes: M = tokens, N, K = out and in features, C = entries of the sparse matrix, Q = its variants, R = rows
 of a range.
@@ -17,9 +17,9 @@ from permille.native.library import Argument, Held, load
 from permille.native.weights import dequantize_rows
 from permille.quantization.packed_rows import PackedRows
 
-# Tokens that `sparse_product` takes together.
+# The number of tokens that the kernel of `sparse_product` processes together.
 _BLOCK = 8
-# Rows that numpy decodes at a time, so that the whole weight is never in memory.
+# The number of rows that numpy decodes at a time, so that the whole weight is never in memory.
 _FALLBACK_ROWS = 256
 _WIDE = 128  # features in a block of the widest kernel
 _RUN = 32
@@ -34,8 +34,8 @@ def sparse_product(
 ) -> None:
     """Add `x Z_q^T` to `out[q]` for Q sparse matrices [N, K] with the same pattern, in float32.
 
-    The kernels add the entries of an output in their order, without fused operations. So every code path
-    gives the same bits, for every M. Without the library, sums may differ in the last bits.
+    The kernels add the products of an output in the order of its entries, without fused operations. So every
+    code path gives the same bits, for every M. Without the library, sums may differ in the last bits.
 
     Args:
         row_start_N1, column_C: compressed rows from `compressed_rows`. Their contents are not checked again.
@@ -55,7 +55,7 @@ def sparse_product(
     if library is None:
         _numpy_sparse_product(x_MK, row_start_N1, column_C, z_QC, out_QMN)
         return
-    # The kernel puts eight tokens side by side there, so that it reads a column of them as one vector.
+    # In this memory, the kernel puts eight tokens side by side, so that it reads a column as one vector.
     scratch = np.empty(columns * _BLOCK, np.float32)
     library.call(
         "sparse_product", x_MK, tokens, columns, row_start_N1, rows, column_C, z_QC, queries, out_QMN, scratch
@@ -90,8 +90,8 @@ def compressed_rows(
 class TokenProduct:
     """The product `out = (W + Z) x + b` of one token: codes, sparse values and bias in one call.
 
-    The kernel takes groups of 32, 64 or a multiple of 128 codes. For other groups, on the path "scalar" and
-    without the library, rows are dequantized and multiplied by numpy.
+    The kernel takes groups of 32, 64 or a multiple of 128 codes. For other groups, on the path "scalar", or
+    without the library, numpy dequantizes the rows and multiplies them.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class TokenProduct:
         if library is None or library.path == "scalar" or self._arguments is None:
             self._run_numpy(x_1K, out_1N, first, last)
             return
-        # The kernel stores the token in its own order there, and the sums of its groups.
+        # In this memory, the kernel stores the token in an order of its own, and sums of the token's runs.
         scratch = np.empty(-(-columns // _WIDE) * _WIDE + columns // _RUN, np.float32)
         library.call("token_product", *self._arguments, first, last, x_1K, out_1N, scratch)
 
@@ -172,9 +172,12 @@ def _check_starts(row_start_N1: NDArray[np.int32], column_C: NDArray[np.int32]) 
 
 
 def _is_aligned(weight: PackedRows) -> bool:
-    """Return whether the kernel takes the groups: a run of 32 codes has one scale, and no group is cut."""
+    """Return whether the kernel accepts the groups.
+
+    Each run of 32 codes must have a single scale, and no group may reach across the end of a row.
+    """
     columns, group = weight.shape[1], weight.group_size
-    # NF4's groups run on across rows, so they are whole only if they divide the rows.
+    # Groups of NF4 continue in the next row, unless the group size divides the length of a row.
     whole = columns % group == 0 or weight.line == columns
     return whole and columns % _RUN == 0 and (group in (32, 64) or group % _WIDE == 0)
 
@@ -186,7 +189,7 @@ def _numpy_sparse_product(
     z_QC: NDArray[np.float32],
     out_QMN: NDArray[np.float32],
 ) -> None:
-    # Add the first entries of all rows, then the second ones. The kernel adds in the same order.
+    # Add the first entry of every row, then the second, and so on. The kernel adds a row in the same order.
     lengths = np.diff(row_start_N1)
     for depth in range(int(lengths.max(initial=0))):
         row = np.nonzero(lengths > depth)[0]

@@ -1,4 +1,4 @@
-"""Kernels on a quantized weight: decode rows, set values, and widen halves to floats.
+"""Kernels on a quantized weight: decode rows, set values, and convert 16-bit floats to float32.
 
 All results are exact, with and without the library (FORMAT 4.2). Arrays must be C-contiguous. Kernels
 release the interpreter's lock and use one thread, so several threads can share the rows. bfloat16 is
@@ -46,8 +46,8 @@ def set_values(
         offset: the flat index of the tile's first element.
 
     Raises:
-        InputError: an array has another type or shape, or an index is outside of the tile. Nothing is
-            written then.
+        InputError: an array has another type or shape, or an index is outside of the tile. In both cases,
+            nothing is written.
     """
     check_output("the tile", out, np.float32, out.shape)
     check_array("indices", flat_index, np.uint32, (None,))

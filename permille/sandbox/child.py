@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # A vocabulary of 256,000 tokens takes 240 MB.
 MEMORY_BYTES = 1 << 30
 MAX_STREAMS = 64
-# Limit of processor time for one request, in case the parent has died and cannot end it.
+# The limit of processor time for one request. It ends this process if the parent has died.
 ORPHAN_CPU_S = 600
 
 Answer = Mapping[str, object]
@@ -41,9 +41,7 @@ class _RefusedError(Exception):
 
 
 class _Child:
-    """The tokenizer, once it is loaded, and the environment of templates, once a template was
-    rendered.
-    """
+    """The state of the child: the loaded tokenizer, its open streams, and the compiled template."""
 
     def __init__(self) -> None:
         self._loaded: Tokenizer | None = None
@@ -89,11 +87,13 @@ class _Child:
         return {"ids": [self._loaded.token_to_id(token) for token in tokens]}
 
     def encode(self, text: str, literal: bool, ends: bool, limit: int) -> Answer:
-        """Return the ids of a text, and the begin and end of each token in it.
+        """Return the ids of a text, and the start and end of each token in it.
 
         Args:
+            text: the text.
             literal: treat special tokens in the text as plain text.
-            ends: add the tokenizer's own tokens at the begin and the end.
+            ends: add the tokenizer's own tokens at the start and the end of the text.
+            limit: the largest number of tokens.
         """
         self._tokenizer.encode_special_tokens = literal
         found = self._tokenizer.encode(text, add_special_tokens=ends)
@@ -143,8 +143,10 @@ class _Child:
 
         Args:
             prompt: add the start of an answer.
-            prefixes: pairs of a number of messages and `prompt`. For each, the answer has the
-                length of its text, or None if the whole text does not begin with it.
+            prefixes: pairs of a number of messages and a value of `prompt`. For each pair, these first
+                messages are rendered alone. The answer has the length of that text, or None if the whole text
+                does not begin with it.
+            limit: the largest number of characters of a text.
             today: an ISO date, which templates may print.
         """
         from jinja2 import TemplateError
@@ -161,7 +163,7 @@ class _Child:
             def text_of(part: list[dict[str, Any]], with_prompt: bool) -> str:
                 pieces, room = [], limit
                 given = {**variables, "messages": part, "add_generation_prompt": with_prompt}
-                # transformers always passes these, and templates test whether they are none.
+                # transformers always passes these variables, and templates test whether they are None.
                 given |= {"tools": tools, "documents": documents, "strftime_now": day.strftime}
                 for piece in generate(**given):
                     pieces.append(piece)
@@ -194,7 +196,7 @@ class _Child:
             raise _RefusedError(
                 f"reading {suffix} needs {exc.name}: pip install 'permille[documents]'"
             ) from exc
-        except Exception as exc:  # for damaged documents, libraries raise anything
+        except Exception as exc:  # a library may raise anything for a damaged document
             raise _RefusedError(f"cannot be read as {suffix} ({type(exc).__name__})") from exc
         if sum(map(len, texts)) > limit:
             raise _RefusedError(f"more than {limit} characters")
@@ -226,7 +228,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    # The options of transformers, on which published templates rely.
+    # Use the options of transformers, because published templates rely on them.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
@@ -240,7 +242,7 @@ def main() -> int:
     confine(memory_bytes=MEMORY_BYTES)
     child = _Child()
     while line := sys.stdin.buffer.readline():
-        # The limit counts from the start of each request, since the child lives long.
+        # The child answers many requests, so each request gets a limit of its own.
         allow_cpu(ORPHAN_CPU_S)
         sys.stdout.buffer.write(json.dumps(child.answer(json.loads(line))).encode() + b"\n")
         sys.stdout.buffer.flush()
@@ -265,7 +267,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Filter `tojson` of transformers, with the same order of arguments.
+    """Return a value as JSON, with the arguments of transformers' filter `tojson`, in the same order.
 
     The filter of jinja2 would escape HTML.
     """

@@ -15,9 +15,9 @@ def confine(*, memory_bytes: int, cpu_s: int | None = None, file_bytes: int = 0)
     imported.
 
     Args:
-        memory_bytes: the most address space, including mapped files.
-        cpu_s: the most seconds of processor time; None for no limit.
-        file_bytes: the size of the largest file that it may write.
+        memory_bytes: the limit of address space, including mapped files.
+        cpu_s: the limit of processor time in seconds. None sets no limit.
+        file_bytes: the size of the largest file that this process may write.
     """
     if sys.platform == "win32":
         return
@@ -35,8 +35,8 @@ def confine(*, memory_bytes: int, cpu_s: int | None = None, file_bytes: int = 0)
     if sys.platform == "linux":
         import ctypes
 
-        # Enter an empty network namespace. Systems may forbid this to users, and the call then fails
-        # without harm: our own code opens no sockets.
+        # Enter an empty network namespace. Some systems forbid this to users. The failed call does no harm,
+        # because our own code opens no sockets.
         ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NETWORK)
 
 

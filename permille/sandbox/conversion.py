@@ -3,8 +3,8 @@
     python -m permille.sandbox.conversion FOLDER PICKLE...
 
 It writes `model.safetensors` into FOLDER, and also `tokenizer.json` if it is missing. On failure it
-prints the reason in one line on standard output. Its memory, its written bytes and its network are
-limited.
+prints the reason in one line on standard output. It sets limits on its memory, on the files that it writes,
+and on its network (`confinement.py`).
 """
 
 import sys
@@ -26,7 +26,7 @@ class _UnreadableError(Exception):
 def main(folder: Path, pickles: list[Path]) -> int:
     """Convert the files. Return the exit code."""
     size = sum(path.stat().st_size for path in pickles)
-    # Weights are written once; a tied head may be written twice.
+    # Weights are written once, but a tied head may be written twice.
     confine(memory_bytes=_LIBRARIES_BYTES + 4 * size, file_bytes=2 * size + (256 << 20))
     try:
         if pickles:
@@ -75,7 +75,7 @@ def _convert_tokenizer(folder: Path) -> None:
     if alone and find_spec("sentencepiece") is None:
         # transformers would ask for tiktoken, which cannot read most of these files.
         raise _UnreadableError(
-            "There is no tokenizer.json, and tokenizer.model is read by a package that is not installed: "
+            "There is no tokenizer.json, and the package that reads tokenizer.model is not installed: "
             "pip install sentencepiece"
         )
     try:

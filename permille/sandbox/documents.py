@@ -27,8 +27,8 @@ def texts_of(suffix: str, data: bytes) -> list[str]:
     """Return the texts of a document, by the suffix of its name. Mail gives one text per message.
 
     Raises:
-        ModuleNotFoundError: the library that reads it is not installed.
-        Exception: any error of a library about a damaged document.
+        ModuleNotFoundError: the library that reads such documents is not installed.
+        Exception: the document is damaged. The libraries raise errors of many types.
     """
     match suffix:
         case ".pdf":
@@ -69,7 +69,7 @@ class _Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002 - the name is html.parser's
         """Begin a paragraph with each block."""
-        # Count the depth: a template may contain a script.
+        # Count the depth, because these elements may be nested: a template may contain a script.
         self._silent += _SILENT.fullmatch(tag) is not None
         if _BLOCKS.fullmatch(tag):
             self._blocks.append("")

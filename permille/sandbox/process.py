@@ -3,7 +3,7 @@ together.
 
 A call may take some seconds, and more for a long text. All calls together may take a minute, and
 more for much text. Without this second limit, a template that needs five seconds per conversation
-could run all night. A broken limit ends the child, and the next call starts another one.
+could run all night. A child that breaks a limit is ended, and the next call starts another one.
 """
 
 import itertools
@@ -20,14 +20,14 @@ from typing import Any
 
 from permille.errors import PermilleError
 
-START_S = 60.0  # a busy machine takes long to load Python and a vocabulary
+START_S = 60.0  # a busy machine needs long to load Python and a vocabulary
 CALL_S = 5.0
 BUDGET_S = 60.0
 EARNED_A_CALL_S = 0.01
-# Tokenizers and templates are ten times as fast, even on a small machine.
+# The speed that timeouts assume. Tokenizers and templates are ten times as fast, even on a small machine.
 CHARACTERS_A_SECOND = 50_000
 MAX_ANSWER_BYTES = 256 << 20
-# An upper bound for all tokenizers that we know.
+# No tokenizer that we know makes more tokens of a character.
 MAX_TOKENS_A_CHARACTER = 80
 
 
@@ -36,11 +36,11 @@ class SandboxError(PermilleError):
 
 
 class Sandbox:
-    """The child of one package. It starts with the first call, and ends with `close` or with this
-    object.
+    """The child of one package. It starts with the first call, and ends with `close` or when this object is
+    deleted.
 
     Args:
-        load: returns the bytes of `tokenizer.json`; None if only templates are rendered.
+        load: returns the bytes of `tokenizer.json`. None if only templates are rendered.
         tokens: the tokens whose ids `start` returns.
 
     Example:
@@ -73,7 +73,7 @@ class Sandbox:
         """Send a request and return its answer, which has an `error` if the child refuses the request.
 
         Args:
-            characters: the size of the work, from which the timeout follows.
+            characters: the number of characters to process. The timeout grows with it.
             data: bytes that follow the request. The request names their size.
 
         Raises:
@@ -82,7 +82,7 @@ class Sandbox:
         with self._lock:
             if self._child is None or self._child.poll() is not None:
                 self._start()
-            # Honest work takes time in proportion to its text, so the budget grows with it.
+            # Honest work takes time in proportion to its text, so the budget grows with the text.
             work_s = characters / CHARACTERS_A_SECOND
             self._budget_s = min(BUDGET_S, self._budget_s + EARNED_A_CALL_S) + work_s
             return self._exchange(json.dumps(request).encode() + b"\n" + data, CALL_S + work_s)
@@ -133,7 +133,7 @@ class Sandbox:
         except (TimeoutError, EOFError, ValueError) as exc:
             self.close()
             # The smaller limit is the one that was broken.
-            why = "of all texts together" if limit_s < call_s else "of one text"
+            why = "for all texts together" if limit_s < call_s else "for one text"
             raise SandboxError(f"The tokenizer or template broke its limits {why}: {exc}") from exc
         finally:
             self._budget_s -= time.monotonic() - began

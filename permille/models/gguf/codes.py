@@ -30,7 +30,7 @@ class KeptModel:
             path: the file.
 
         Raises:
-            InputError: as `read_model`.
+            InputError: as for `read_model`.
         """
         self._checkpoint = checkpoint
         self._model = read_model(GgufFile(path))
@@ -48,7 +48,7 @@ class KeptModel:
 
     def raw(self, name: str) -> RawTensor:
         """Return a tensor of the folder, float32. Embedding and head in Q8_0 come from the file."""
-        # Packages store tables in Q8_0 only (FORMAT 4.3), so other types are taken as float32.
+        # Packages store tables in no other codes than Q8_0 (FORMAT 4.3). Take all others as float32.
         if name not in self._tables or self._model.type(name) is not GGMLQuantizationType.Q8_0:
             return self._checkpoint.raw(name)
         data = self._model.raw(name).reshape(-1)
@@ -66,7 +66,7 @@ class KeptModel:
         """Return the codes of a linear layer, bit for bit, with rows in the order of transformers.
 
         Raises:
-            InputError: the type is not kept, or a scale is not finite.
+            InputError: scheme `source` does not keep the type, or a scale is not finite.
         """
         return codes_of(self._model.raw(name), self._checkpoint.shape(name)[1])
 

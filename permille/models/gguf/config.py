@@ -1,4 +1,4 @@
-"""The `config.json` and the tensors of a GGUF file's model, by our names.
+"""The `config.json` of the model in a GGUF file, and its tensors by canonical name.
 
 This is the inverse of `permille.engines.gguf.description`, which writes such files. A test converts every
 family there and back. Metadata is foreign. Settings that a config cannot express are refused by name.
@@ -37,7 +37,7 @@ ARCHITECTURES = {
     Family.GRANITE: MODEL_ARCH.GRANITE,
     Family.OLMO2: MODEL_ARCH.OLMO2,
 }
-"""Architectures in the names of llama.cpp. A Mistral's file says `llama`, which computes the same."""
+"""llama.cpp's architecture of each family. A file of a Mistral says `llama`: both compute the same."""
 
 PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
 """llama.cpp's rule: every n-th layer has no window."""
@@ -46,7 +46,7 @@ UNROTATED = 4
 """llama.cpp's rule: every n-th layer of a SmolLM3 has no rotation."""
 
 _NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)  # rotated in pairs, not in halves
-# The order is reversed, so that `llama` stands for the first family that has it, which is Llama.
+# Reverse the order, so that `llama` maps to the first of its families, which is Llama.
 _FAMILIES = {MODEL_ARCH_NAMES[arch]: family for family, arch in reversed(ARCHITECTURES.items())}
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
 # The 27B models, by their number of layers. They scale scores by `(hidden size / heads) ** -0.5`.
@@ -82,7 +82,7 @@ class GgufModel:
     def raw(self, name: str) -> NDArray[np.uint8]:
         """Return a tensor's bytes by its canonical name, with rows in the order of transformers.
 
-        Blocks lie along a row.
+        Each block lies within a row, so reordering rows moves whole blocks.
         """
         return self._restored(name, self.file.raw(self.names[name]))
 
@@ -90,7 +90,7 @@ class GgufModel:
         order_N = row_order(self.family, self.config, name, len(found))
         if order_N is None:
             return found
-        # The writer takes rows in this order, so the inverse order restores them.
+        # The file was written as `rows[order_N]`, so this assignment restores the rows.
         restored = np.empty_like(found)
         restored[order_N] = found
         return restored
@@ -114,7 +114,7 @@ def read_model(file: GgufFile) -> GgufModel:
         raise file.refused("holds a mixture of experts, which is not supported")
     config = _config(file, arch, family)
     try:
-        architecture_of(config)  # else an engine would refuse it after the work of a build
+        architecture_of(config)  # refuse here what an engine would refuse after a long build
     except InputError as exc:
         raise file.refused(f"has unsupported settings: {str(exc).removesuffix(f'; {HINT}')}") from exc
     names = get_tensor_name_map(ARCHITECTURES[family], shape_of(config).layers)
@@ -192,7 +192,7 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
             "layer_norm_eps": _positive(file, f"{arch}.attention.layer_norm_epsilon", 1e-5),
             "use_parallel_residual": bool(file.metadata.get(f"{arch}.use_parallel_residual", True)),
             "rotary_pct": whole("rope.dimension_count", head) / head,
-            # Files of this architecture do not name the activation.
+            # Files of this architecture do not state the activation.
             "hidden_act": "gelu",
         }
     if whole("rope.dimension_count", head) != head:
@@ -259,14 +259,14 @@ def _rope(file: GgufFile, arch: str, family: Family, head: int, positions: int) 
     if ROPE_FACTORS in file.tensors:
         found = _llama3(file, theta, head, positions)
     if family is Family.GEMMA3_TEXT:
-        # llama.cpp has this frequency in its code, and files do not name it.
+        # This frequency is fixed in the code of llama.cpp, so files do not state it.
         near = {"rope_type": "default", "rope_theta": 10_000.0}
         return {"full_attention": found, "sliding_attention": near}
     return found
 
 
 def _llama3(file: GgufFile, theta: float, head: int, positions: int) -> dict[str, Any]:
-    """Find the `llama3` scaling whose divisors the file has, because the file stores divisors only."""
+    """Find the `llama3` scaling that gives the divisors in the file. The file stores only the divisors."""
     place = file.tensors[ROPE_FACTORS]
     if place.shape != (len(range(0, head, 2)),):  # checked before its numbers are read
         raise file.refused(f"has {ROPE_FACTORS!r} of shape {list(place.shape)}, for heads of {head}")

@@ -34,8 +34,8 @@ OTHERWISE = "Take the model as transformers has it, from a folder or the hub"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 # Gemma has the largest lists that we know: 262,144 tokens, and some 580,000 merges.
 _MOST_KEYS, _MOST_TENSORS, _MOST_ITEMS = 4096, 1 << 16, 4 << 20
-_MOST_BYTES = 8 << 20  # of one text
-# The types of values by their numbers in GGUF, as codes of `struct`.
+_MOST_BYTES = 8 << 20  # in one text
+# The `struct` codes of scalar types, by the number that GGUF gives to each type.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -45,7 +45,7 @@ class TensorPlace:
     """A tensor of the file.
 
     Attributes:
-        type: its type.
+        type: the GGUF type.
         shape: the shape in numpy's order, rows first.
         begin: the offset of its bytes in the file.
         size: the number of its bytes.
@@ -129,7 +129,7 @@ class GgufFile:
             if name in found:
                 raise self.refused(f"has the tensor {name!r:.80} twice")
             found[name] = self._place(name, shape, kind, offset)
-        # Tensors begin after the last header, so offsets can be checked only now.
+        # The data begin after all headers. So the offsets can be checked only now.
         start = -(-reader.at // alignment) * alignment
         placed: dict[str, TensorPlace] = {}
         for name, place in found.items():
@@ -211,7 +211,7 @@ class _Reader:
         dimensions = self.number("I")
         if not 1 <= dimensions <= 4:
             raise self._refused(f"has {name!r:.80} of {dimensions} dimensions")
-        # GGUF names the length of a row first, numpy last.
+        # GGUF gives the length of a row first, and numpy gives it last.
         shape = tuple(self.count("rows of a tensor", 1 << 32) for _ in range(dimensions))[::-1]
         if 0 in shape:
             raise self._refused(f"has {name!r:.80} without weights")
@@ -225,7 +225,7 @@ class _Reader:
         if kind != _ARRAY:
             raise self._refused(f"has {key!r:.80} of a type that GGUF does not name: {kind}")
         items, number = self.number("I"), self.count("items of a list", _MOST_ITEMS)
-        self._items += number  # over all lists, because an item in memory is larger than in the file
+        self._items += number  # the sum of all lists, because items take more memory than in the file
         if self._items > _MOST_ITEMS:
             raise self._refused(f"has lists of more than {_MOST_ITEMS} items together")
         if items == _STRING:

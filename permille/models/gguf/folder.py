@@ -24,7 +24,7 @@ from permille.models.gguf.tokenizer import chat_template, tokenizer_files
 from permille.tensors import write_float32
 
 FOLDERS = "gguf"
-"""Folder of converted files, below the model root."""
+"""The folder below the model root that holds converted files."""
 
 
 def model_folder(path: Path, root: Path) -> Path:
@@ -47,7 +47,7 @@ def convert(path: Path, folder: Path) -> None:
         folder: an existing, empty folder.
 
     Raises:
-        InputError, OSError: as `model_folder`.
+        InputError, OSError: as for `model_folder`.
     """
     file = GgufFile(path)
     model = read_model(file)
@@ -58,7 +58,7 @@ def convert(path: Path, folder: Path) -> None:
         (folder / "chat_template.jinja").write_text(template)
     shapes = {name: tuple(file.tensors[stored].shape) for name, stored in model.names.items()}
     write_float32(folder / WEIGHTS_FILE, shapes, _tensors(model))
-    # A reader would refuse an invalid folder later, so refuse it before it gets its name.
+    # Refuse an invalid folder now, before it gets its final name.
     Checkpoint(folder)
 
 

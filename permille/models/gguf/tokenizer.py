@@ -1,9 +1,10 @@
-"""The `tokenizer.json` of a GGUF file, for the two kinds of byte pair encoding that both sides support.
+"""Translation of a GGUF file's tokenizer to `tokenizer.json`, for two kinds of byte pair encoding.
 
-This is the inverse of `permille.engines.gguf.tokenizer`. `gpt2` writes bytes as letters, merges by rank,
-and names the rule that splits a text. `llama` is the encoding of sentencepiece, which merges the best token
-first. So the list of merges is made from the scores, as transformers does. Other kinds and unknown split
-rules are refused, because wrong token ids would give nonsense without an error.
+This is the inverse of `permille.engines.gguf.tokenizer`. A `gpt2` tokenizer writes bytes as letters, and has
+a list of merges. The file gives the name of the rule that splits a text into words. A `llama` tokenizer is
+that of sentencepiece, which merges the token with the best score first. Its list of merges is made from the
+scores, as transformers does. Other kinds and unknown split rules are refused, because wrong token ids would
+give nonsense without an error.
 """
 
 import math
@@ -22,7 +23,6 @@ _GPT4 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITS = {
-    # The patterns or kinds that split a text, and whether whole words stay unmerged, as in these models.
     "gpt-2": ((GPT2,), False),
     "smollm": ((DIGITS, GPT2), False),
     "qwen2": (
@@ -38,12 +38,13 @@ SPLITS = {
     "refact": ((DIGITS, GPT2), False),
     "smaug-bpe": ((_GPT4,), False),
 }
-"""Pre-tokenizers by llama.cpp's names: split patterns, and whether whole words stay unmerged."""
+"""Split rules by llama.cpp's names. Each has patterns, and tells whether a word that is a token is taken
+without merging (`ignore_merges`)."""
 
 _NORMALIZED = frozenset({"qwen2"})
 _MOST_MERGES = 1 << 20  # Gemma has some 580,000
 _MOST_LETTERS = 256
-"""The most letters in a token of `llama`. All splits of a token are tried, and the file is foreign."""
+"""The most letters in a token of `llama`. The file is untrusted, and long tokens take long to split."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     types = file.metadata.get("tokenizer.ggml.token_type", [TokenType.NORMAL.value] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens):
         raise file.refused("has another number of token types than of tokens")
-    # `tokenizer.json` finds an id by the token's text.
+    # In `tokenizer.json`, the text of a token is the key of its id.
     if len(set(tokens)) != len(tokens):
         raise file.refused("has a token twice in its vocabulary")
     special = {name: _special(file, key, tokens) for name, key in _SPECIAL.items()}
@@ -144,7 +145,7 @@ def _special(file: GgufFile, key: str, tokens: list[str]) -> str | None:
 
 
 def _adds_bos(file: GgufFile, kind: str) -> bool:
-    """Return llama.cpp's default."""
+    """Return whether llama.cpp adds the `bos` token if the file does not say."""
     return kind == "llama" or file.metadata.get("tokenizer.ggml.pre") == "llama-bpe"
 
 
@@ -230,7 +231,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
         ]
         if len(ranked) > _MOST_MERGES:
             raise file.refused(f"has a vocabulary of more than {_MOST_MERGES} merges")
-    # The best score first. Equal scores follow the ids of their tokens.
+    # Put the best score first. Order equal scores by the ids of the two parts.
     merges = [pair for *_, pair in sorted(ranked, key=lambda item: item[:3])]
     spaces: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     after: list[dict[str, Any]] = [

@@ -139,7 +139,7 @@ def test_a_snapshot_of_the_hubs_cache_is_a_model_and_its_links_lead_to_its_blobs
 
 def test_a_folder_with_pickles_only_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"It has pytorch_model\.bin, and only jobs open"):
+    with pytest.raises(InputError, match=r"It has pytorch_model\.bin\. Only jobs, such as builds, convert"):
         Checkpoint(folder)
 
 
