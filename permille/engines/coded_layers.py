@@ -229,7 +229,7 @@ class CodedLinear(nn.Module):
             y = y + self.bias
         if self.added is not None:
             # Sum in float32, so that the added part is rounded only once (ADR 18).
-            # The rows of a variant are neighbours, so reshaping separates the variants.
+            # The rows of a variant are contiguous, so reshaping separates the variants.
             added: Tensor = self.added(x.reshape(len(self.values_VC), -1, x.shape[-1]), self.values_VC)
             y = (y.float() + added.view(y.shape)).to(y.dtype)
         return y.view(*x.shape[:-1], -1)

@@ -2,7 +2,7 @@
 
 `export_transformers` writes decoded weights with the sparse values set, or with an adapter merged.
 `export_peft` writes an adapter alone. Load the adapter onto the package's own model (exported without values)
-or onto the source model. The source model is not rounded to 4 bits, so the results differ a little.
+or onto the source model. The source model is not quantized, so the results differ a little.
 
 Tensors are written one by one, so memory never holds more than one. A folder appears when it is complete.
 """

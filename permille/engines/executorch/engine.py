@@ -41,8 +41,8 @@ class ExecutorchEngine:
             threads: the threads of the runtime in the whole process. None takes all processors.
 
         Raises:
-            InputError: the package has no program, the runtime is not installed and built, or it refuses the
-                program.
+            InputError: the package has no program, the runtime is missing or not built, or the runtime
+                refuses the program.
             PackageError: `program-binding`: the program belongs to another package. `blob-missing`: it was
                 not fetched.
         """

@@ -129,7 +129,7 @@ def sparse_add(
 
     S_v has `values_v` at (row, column), and is 0 elsewhere.
     """
-    # Each row takes the values of its own variant.
+    # Each row takes the values of its variant.
     product_RTC = x_RTK[..., column_C] * values_VC[variant_R, None]
     return y_RTN.index_add(2, row_C, product_RTC)
 
@@ -140,7 +140,7 @@ def _(y_RTN: Tensor, *_others: Tensor) -> Tensor:
 
 
 class DualSparseLinear(nn.Module):
-    """`y_v = x_v W_v^T + b`: W is 0 at the mask, and each variant adds its own values there (ADR 12)."""
+    """`y_v = x_v W_v^T + b`. The stored weight is 0 at the mask, where each variant adds values (ADR 12)."""
 
     def __init__(self, linear: nn.Linear, mask_C: NDArray[np.uint32]) -> None:
         """Wrap a linear layer whose weight is 0 at the mask. `mask_C` has flat indices."""

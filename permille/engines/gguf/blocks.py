@@ -114,7 +114,7 @@ def encode(
     if kind is BlockType.F32:
         return np.ascontiguousarray(weight_NK, "<f4").view(np.uint8)
     if float(np.abs(weight_NK).max(initial=0.0)) > _LARGEST_HALF:
-        raise InputError(f"{name} has numbers that float16 cannot hold. Export f32.")
+        raise InputError(f"{name} has numbers that float16 cannot hold. Choose the type f32.")
     if kind is BlockType.F16:
         return np.ascontiguousarray(weight_NK, "<f2").view(np.uint8)
     weight_BS = np.ascontiguousarray(weight_NK).reshape(-1, BLOCK)
@@ -145,7 +145,7 @@ def encode_source(
         InputError: a weight is beyond the range of float16.
     """
     if float(np.abs(weight_NK).max(initial=0.0)) > _LARGEST_HALF:
-        raise InputError(f"{name} has numbers that float16 cannot hold. Export f32.")
+        raise InputError(f"{name} has numbers that float16 cannot hold. Choose the type f32.")
     kind = BlockType(type_name(codes).lower())
     flat = weight_NK.reshape(-1)
     changed_k = mask_k[flat[mask_k] != dequantize(codes).reshape(-1)[mask_k]]

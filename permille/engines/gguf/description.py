@@ -199,5 +199,5 @@ def _plain(theta: float, rotated: int) -> NDArray[np.float64]:
 def _unknown(needed: str, got: object) -> InputError:
     return InputError(
         f"llama.cpp cannot compute this model: it needs {needed}, and the config has {got!r:.200}. "
-        "Export transformers."
+        "Export it for transformers."
     )

@@ -1,9 +1,9 @@
 """Export of a package and sparse values to a folder with `model.gguf`, and a `Modelfile` for Ollama.
 
     exported = export_gguf(package, personal_K, Path("mine"))
-    exported.kept     # the share of the personal change that the file has
+    exported.kept     # the share of the personal change that the file keeps
 
-Tensors are written one by one, so memory holds the largest one. The folder appears as a whole or not at all.
+Tensors are written one by one, so memory never holds more than one. The folder appears when it is complete.
 """
 
 from collections.abc import Iterator
@@ -108,14 +108,14 @@ def export_gguf(
         )
     values_K = checked_values(package, values_K)
     if kind is BlockType.SOURCE and scheme is not Scheme.SOURCE:
-        raise InputError(f"The package is {scheme} and keeps no codes of a GGUF file. Export q8_0.")
+        raise InputError(f"The package is {scheme} and keeps no codes of a GGUF file. Choose the type q8_0.")
     if kind is BlockType.Q4_1:
         raise InputError(
             "Q4_1 cannot be chosen. Only --type source writes it, for packages of scheme source. Use q8_0."
         )
     if kind is BlockType.Q4_0 and scheme is not Scheme.INT4:
         raise InputError(
-            f"Q4_0 needs an int4 package, because it lacks the levels of {scheme}. Export "
+            f"Q4_0 needs an int4 package. It cannot hold the levels of {scheme}. Choose the type "
             + ("source." if scheme is Scheme.SOURCE else "q8_0.")
         )
     description, vocabulary = describe(package.config), None
@@ -127,7 +127,7 @@ def export_gguf(
         if exported.kept < LEAST_KEPT:
             raise InputError(
                 f"Only {exported.kept:.1%} of the personal change fits into {kind}, "
-                f"less than {LEAST_KEPT:.0%}. Export q8_0."
+                f"less than {LEAST_KEPT:.0%}. Choose the type q8_0."
             )
         use = modelfile(GGUF_FILE, vocabulary, description.positions)
         write_atomic(temporary / MODELFILE, use.encode())

@@ -98,7 +98,7 @@ def _read(package: Package, rows: int) -> Vocabulary:
     if model.get("type", "BPE") != "BPE" or model.get("dropout") or model.get("end_of_word_suffix"):
         raise InputError(
             f"GGUF needs a tokenizer of byte pair encoding, and this one is {model.get('type')!r:.60}. "
-            "Export transformers."
+            "Export it for transformers."
         )
     ids: dict[str, int] = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
     if not ids or max(ids.values()) >= rows:
@@ -160,7 +160,7 @@ def _space_first(document: Mapping[str, Any]) -> bool:
         ):
             raise InputError(
                 f"llama.cpp lacks the tokenizer's step {kind!r:.60}. With bytes for unknown characters, it "
-                f"has {', '.join(kinds)}. Export transformers."
+                f"has {', '.join(kinds)}. Export it for transformers."
             )
     return first
 
@@ -190,7 +190,7 @@ def _cut(document: Mapping[str, Any]) -> str:
                 return name
     raise InputError(
         f"llama.cpp cannot cut a text as this tokenizer does ({found!r:.200}), only as {', '.join(SPLITS)} "
-        "do. Export transformers."
+        "do. Export it for transformers."
     )
 
 
@@ -214,7 +214,7 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
         if len(token) > _LONGEST:
             raise InputError(
                 f"The tokenizer has a token of {len(token)} letters. A GGUF export takes at most {_LONGEST}. "
-                "Export transformers."
+                "Export it for transformers."
             )
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]
@@ -231,7 +231,7 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
 def _not_by_scores(token: str) -> InputError:
     return InputError(
         f"llama.cpp would cut a text into other tokens: it merges by sentencepiece's scores, and the list of "
-        f"merges differs from them at {token!r:.60}. Export transformers."
+        f"merges differs from them at {token!r:.60}. Export it for transformers."
     )
 
 

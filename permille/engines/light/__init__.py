@@ -1,1 +1,1 @@
-"""The engine of devices: a forward and a reverse pass in numpy and our kernels, without torch."""
+"""The light engine, for devices: a forward and a reverse pass in numpy and our kernels, without torch."""

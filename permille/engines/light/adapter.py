@@ -69,7 +69,7 @@ class LightAdapter:
 
         groups, tokens = x_GMK.shape[:2]
         threads.each(part, [(group, rows) for group in range(groups) for rows in blocks(tokens, _PART)])
-        # Scale here, because R columns are fewer than the outputs of the layer.
+        # Scale these R columns, because they are fewer than the outputs of the layer.
         low_GMR *= self._scale
         return LowRank(low_GMR=low_GMR, b_GNR=self._b(values_GK))
 

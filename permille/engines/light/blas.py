@@ -1,10 +1,10 @@
-"""Matrix products with the BLAS library of numpy, also into a column range of a wider matrix.
+"""Matrix products with numpy's BLAS library. A product can be written to a column range of a wider matrix.
 
-numpy writes a product only to a contiguous array. The BLAS inside numpy accepts any distance between rows.
-scipy's wrappers copy such arrays, and a device needs scipy for nothing else. If the library is not found
-(another BLAS, another platform), products go through a copy.
+numpy itself writes a product only to a contiguous array. Its BLAS library accepts any distance between rows.
+scipy's wrappers would copy such arrays, and a device needs scipy for nothing else. If the library is not
+found, products go through a temporary array. This happens if numpy uses another BLAS.
 
-The library is set to one thread, because the engine's tasks are the threads. This affects the whole process.
+The library is set to one thread, because the engine has threads of its own. This affects the whole process.
 """
 
 import ctypes
@@ -85,7 +85,7 @@ class _Library:
         self.set_threads: Callable[[int], None] = _function(
             library, f"{prefix}openblas_set_num_threads{suffix}"
         )
-        # Keep version and kernel names of the configuration; the other words describe the build.
+        # Keep version and kernel names of the configuration. The other words describe the build.
         kinds = [word for word in words[2:] if not word.isupper() and "=" not in word]
         self.name = " ".join(words[:2] + kinds)
 

@@ -76,7 +76,7 @@ class LightEngine:
 
         Args:
             package: the package.
-            threads: the number of threads. None uses every processor of the process.
+            threads: the number of threads. None takes one for each processor that the process may use.
             max_tokens: the largest number of tokens of all variants in one forward pass. Larger calls run in
                 parts.
             kept_bytes: memory for hidden states below the first masked layer, kept between calls. It is not
@@ -169,7 +169,7 @@ class LightEngine:
         return SoftTargets(ids_RN=ids_RS, probability_RN=probability_RS.astype(np.float32))
 
     def gradient(self, values_K: Array, batch: Batch) -> tuple[float, Array]:
-        """Return the mean loss and its gradient. This takes three times the work of a loss, whatever k is."""
+        """Return the mean loss and its gradient. For any k, this takes about three times a loss's work."""
         check_values(values_K[None], self._model.limits)
         values_K = np.ascontiguousarray(values_K)
         batch = check_batch(batch, self._model.limits, soft=True)

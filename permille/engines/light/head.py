@@ -7,11 +7,11 @@ Logits are computed for target positions only, one block of the vocabulary and s
 Maximum and sum are carried from block to block (Milakov and Gimelshein, "Online normalizer calculation
 for softmax", algorithm 3).
 
-Embedding and head stay mapped, in the dtype of the package. Rows are widened to float32 a block at a time. A
-table is never converted as a whole.
+Embedding and head stay in the mapped file, in the dtype of the package. Rows are converted to float32 a block
+at a time. A table is never converted as a whole.
 
-# Legend: R rows (target positions), H hidden size, D vocabulary, B a block of it, N tokens that a
-# row names: its target, or those of a soft target.
+# Legend: R rows (target positions), H hidden size, D vocabulary, B a block of it, N named tokens of a row:
+# its target, or the tokens that its soft target lists.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class StoredMatrix:
         return self._dtype in ("BF16", Q8_0) and load() is not None
 
     def row_product(self, x_H: Array, rows: slice, out_R: Array) -> None:
-        """Set `out = W[rows] x` for bfloat16 or Q8_0, without writing widened rows to memory."""
+        """Set `out = W[rows] x` for bfloat16 or Q8_0, without writing converted rows to memory."""
         if self._dtype == Q8_0:
             product_q8_0(x_H, self._stored[rows].view(np.uint8), out_R)
             return

@@ -46,7 +46,7 @@ def standardized(kind: NormKind, x_MH: Array, epsilon: float) -> tuple[Array, Ar
 
 
 def activate(kind: Activation, x: Array) -> Array:
-    """Apply the function pointwise, and return the result. `x` is overwritten, often by the result."""
+    """Apply the function pointwise, and return the result. `x` is overwritten, and may hold the result."""
     if native.activate(kind.value, x):
         return x
     if kind is Activation.RELU:

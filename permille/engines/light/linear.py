@@ -109,7 +109,7 @@ class LightLinear:
         self.row_start_N1 = rows.astype(np.int32)
 
     def token_product(self, value_C: Array) -> TokenProduct:
-        """Prepare the layer with the values of one variant, for single tokens."""
+        """Prepare products of single tokens with the layer, for the values of one variant."""
         entries = compressed_rows(self.indices, self.weight.shape)
         difference_C = value_C - decoded_at(self.weight, self.indices)
         return TokenProduct(self.weight, entries, difference_C, self.bias_N)

@@ -28,7 +28,7 @@ from permille.native.int8 import padded, quantize_tokens
 
 Array = NDArray[np.float32]
 
-# Rows of a pointwise task.
+# How many rows a pointwise task covers.
 _ROWS = 256
 
 

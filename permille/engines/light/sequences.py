@@ -79,7 +79,7 @@ class LowerLayerStates:
 
 
 def join_sequences(batch: Batch, most_tokens: int) -> Iterator[JoinedSequences]:
-    """Yield parts of a batch of at most `most_tokens` tokens, or of one sequence that is longer."""
+    """Divide a batch into parts of at most `most_tokens` tokens. A longer sequence is a part of its own."""
     length_B = _needed(batch.target_BT)
     stop_B = np.cumsum(batch.target_BT.sum(axis=1))  # the number of targets up to and including each row
     rows: list[int] = []

@@ -119,7 +119,7 @@ def test_rows_that_no_block_fills_are_float16_and_what_float16_cannot_hold_is_re
     assert fits(BlockType.F32, 7) is BlockType.F32
     large_NK = np.full((1, 32), 7e4, np.float32)
     for kind in (BlockType.F16, BlockType.Q8_0, BlockType.Q4_0):
-        with pytest.raises(InputError, match="Export f32"):
+        with pytest.raises(InputError, match="Choose the type f32"):
             encode(kind, large_NK, name="w")
     assert dequantize(encode(BlockType.F32, large_NK, name="w"), TYPES[BlockType.F32]).max() == np.float32(
         7e4

@@ -225,10 +225,10 @@ def test_frequencies_are_told(tmp_path: Path) -> None:
 def test_four_bits_need_int4_and_enough_of_the_change(tmp_path: Path) -> None:
     for scheme in (Scheme.NF4, Scheme.INT8):
         other = exported_package(tmp_path / scheme, "llama", scheme)
-        with pytest.raises(InputError, match=f"levels of {scheme}. Export q8_0"):
+        with pytest.raises(InputError, match=f"levels of {scheme}. Choose the type q8_0"):
             export_gguf(other, None, tmp_path / "out", kind="q4_0")
     package = exported_package(tmp_path / "int4", "llama", changes={"intermediate_size": 96})
-    with pytest.raises(InputError, match=r"Only [0-9.-]+% of the personal change .* Export q8_0"):
+    with pytest.raises(InputError, match=r"Only [0-9.-]+% of the personal change .* Choose the type q8_0"):
         export_gguf(package, variants(package, 2, scale=1e-4)[1], tmp_path / "out", kind="q4_0")
     assert not (tmp_path / "out").exists()
 

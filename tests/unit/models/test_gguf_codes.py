@@ -114,7 +114,7 @@ def test_embedding_stays_in_the_codes_of_the_file(mixed: tuple[Path, Path, Packa
     assert np.array_equal(table.data, GgufFile(path).raw("token_embd.weight").reshape(-1))
 
 
-@pytest.mark.parametrize(("kind", "words"), [("q4_0", "Export source"), ("q4_1", "--type source")])
+@pytest.mark.parametrize(("kind", "words"), [("q4_0", "Choose the type source"), ("q4_1", "--type source")])
 def test_types_that_a_kept_package_lacks_are_refused(
     kind: str, words: str, mixed: tuple[Path, Path, Package], tmp_path: Path
 ) -> None:

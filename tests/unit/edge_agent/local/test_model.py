@@ -247,7 +247,7 @@ def test_the_guides_lines_export_for_other_programs(
     assert 0.999 < answers[1]["change_kept"] < 1
     refused = ["export", "four", "--format", "gguf", "--type", "q4_0", "--json"]
     assert cli.main(["--home", str(trained.root), *refused]) == 3
-    assert "Export q8_0" in capsys.readouterr().err
+    assert "Choose the type q8_0" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "executorch", None)  # simulates an installation without executorch
     refused = ["export", "four", "--format", "executorch"]
     assert cli.main(["--home", str(trained.root), *refused]) == 3
