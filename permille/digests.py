@@ -86,9 +86,7 @@ def parse_canonical(data: bytes | memoryview, limit: int) -> JSON:
             parse_constant=_refuse_number,
         )
     except (ValueError, RecursionError) as exc:
-        raise PackageError(
-            "json-malformed", f"expected JSON without floats and repeated keys: {exc}"
-        ) from exc
+        raise PackageError("json-malformed", f"expected JSON without floats or repeated keys: {exc}") from exc
     try:
         expected = canonical_json(value)
     except (TypeError, ValueError) as exc:
@@ -100,7 +98,7 @@ def parse_canonical(data: bytes | memoryview, limit: int) -> JSON:
 
 
 def finite_number(text: str) -> float:
-    """Parse a float of foreign JSON. Pass it to `json.loads` as `parse_float` and `parse_constant`.
+    """Parse a float of untrusted JSON. Pass this to `json.loads` as `parse_float` and `parse_constant`.
 
     By default, `json.loads` accepts NaN and infinity.
 

@@ -20,7 +20,7 @@ class PackageError(PermilleError):
     """
 
     def __init__(self, code: str, message: str) -> None:
-        # The code stands in the text, too, so that logs and pages show it.
+        # The text contains the code, too, so that logs and pages show it.
         super().__init__(f"{code}: {message}")
         self.code = code
 

@@ -12,6 +12,6 @@ class PlainConsole(Console):
     """A console that makes every text printable."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as the base class does. Segments with controls are rich's own and stay as they are."""
+        """Render as the base class does. Only rich makes segments with controls, so they stay as they are."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))

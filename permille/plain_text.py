@@ -18,7 +18,7 @@ _KEPT: Final = frozenset("\n\t\u200c\u200d")
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with each character that a terminal would obey replaced by U+FFFD.
+    r"""Replace each character that a terminal would obey by U+FFFD.
 
     These are control characters other than newline and tab, format characters other than joiners, line and
     paragraph separators, and lone surrogates.
@@ -50,7 +50,7 @@ def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:
 
 
 def log_to_stderr(level: int, form: str) -> None:
-    """Log to standard error with lines of the format `form`, made printable."""
+    """Log printable lines of the format `form` to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(_PlainFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])

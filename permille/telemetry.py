@@ -69,7 +69,7 @@ class Trace:
         # In W3C trace context, an id of zeros is invalid.
         if match is None or not int(match[1], 16) or not int(match[2], 16):
             return None
-        # Bit 0 of the flags.
+        # Bit 0 of the flags means that the trace is sampled.
         return cls(match[1], match[2], sampled=bool(int(match[3], 16) & 1))
 
     def __str__(self) -> str:
@@ -268,6 +268,6 @@ def _json_formatter() -> logging.Formatter:
     try:
         from pythonjsonlogger.json import JsonFormatter
     except ModuleNotFoundError as exc:
-        raise OperatorError("logs as JSON need python-json-logger, which is not installed") from exc
+        raise OperatorError("Logs as JSON need python-json-logger: pip install python-json-logger") from exc
     names = {"asctime": "time", "levelname": "level", "name": "logger"}
     return JsonFormatter(_FIELDS, rename_fields=names)

@@ -13,7 +13,7 @@ def token_bytes(text: str, ends_T: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the number of bytes for each token, int64 [T].
 
     Bytes between two tokens count for the second one. If several tokens spell one character, the first one
-    has its bytes. Only text after the last token is not counted.
+    has its bytes. Text after the last token is not counted.
 
         >>> token_bytes("naïve", np.array([2, 5])).tolist()
         [2, 4]

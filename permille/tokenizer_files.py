@@ -2,7 +2,7 @@
 
     files = TokenizerFiles.read(lambda name: package.file(name) if name in names else None)
 
-The files are foreign. Entries of an unexpected form are ignored, and broken JSON is refused.
+The files are untrusted. Entries of an unexpected form are ignored, and broken JSON is refused.
 """
 
 import json

@@ -1,3 +1,3 @@
-"""The version of the distribution. It has its own module, because `permille/__init__.py` names programs."""
+"""The version of the distribution. Modules import it from here, because `permille` also names the agent."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 """Checks of an engine's inputs. numpy only.
 
-An index outside of the vocabulary would read foreign memory or kill the process, so every input is checked
-here before an engine uses it.
+An index outside of the vocabulary could read memory outside of the array or crash the process. So every input
+is checked here before an engine uses it.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
     checkpoint = Checkpoint(Path("SmolLM2-135M-Instruct"))
     checkpoint.float32("model.norm.weight")
 
-The folder is foreign input. File names must be on an allow-list, and no symbolic link may lead out of
+The folder is untrusted input. File names must be on an allow-list, and no symbolic link may lead out of
 the folder. Weights must be safetensors (`permille.models.conversion` makes them from pickles). Every size
 is checked before use. The tensors must be exactly those of the config. Data is mapped, and never copied
 as a whole.
@@ -87,7 +87,7 @@ class Checkpoint:
         found = self._headers()
         expected = expected_tensors(self.config)
         _compare({name: entry.shape for name, entry in found.items()}, expected)
-        # Use the order of the config, which defines the tensor ids, whatever the order of the files.
+        # Use the order of `expected_tensors`, which defines the tensor ids. The files may have another order.
         self._entries = {name: _checked(name, found[name]) for name in expected}
 
     @property
@@ -206,7 +206,7 @@ def inside(folder: Path, name: str) -> Path:
         InputError: the name is no bare file name, the file does not exist, or a symbolic link leads out of
             the folder.
     """
-    # Names of weight files come from the folder's own index, which is foreign.
+    # Names of weight files come from the folder's own index, which is untrusted.
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise InputError(f"expected a bare file name, got {name!r:.200}")
     path = _followed(folder, name)
@@ -294,8 +294,8 @@ def _read_header(folder: Path, file: str) -> dict[str, Entry]:
         # Check the length before the header is read: a forged one could ask for terabytes.
         if size < 8 or not 2 <= length <= min(_LARGEST_HEADER, size - 8):
             raise InputError(
-                f"{file} is no safetensors file, or is cut off: expected a header within {_LARGEST_HEADER} "
-                f"bytes and the file. {_AGAIN}"
+                f"{file} is no safetensors file, or is cut off: expected a header of at most "
+                f"{_LARGEST_HEADER} bytes that ends within the file. {_AGAIN}"
             )
         header = _parse_object(stream.read(length), f"the header of {file}")
     # This is free text of the program that wrote the file, and no tensor.
@@ -315,8 +315,8 @@ def _entry(file: str, name: str, value: object, start: int, file_size: int) -> E
     width = _DTYPE_BYTES.get(dtype)
     if end > file_size or begin > end or (width and math.prod(shape) * width != end - begin):
         raise InputError(
-            f"{file} is damaged or cut off: expected the bytes of {name!r:.200} inside the file and as many "
-            f"as its shape says. {_AGAIN}"
+            f"{file} is damaged or cut off: the bytes of {name!r:.200} must lie inside the file, and their "
+            f"number must match the shape. {_AGAIN}"
         )
     return Entry(file=file, dtype=dtype, shape=tuple(shape), begin=begin, size=end - begin)
 

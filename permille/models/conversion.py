@@ -28,7 +28,7 @@ SLOW_TOKENIZERS: Final = ("vocab.json", "tokenizer.model")
 
 
 def modern_folder(folder: Path, root: Path) -> Path:
-    """Convert an older folder, once, and return its conversion below `root`. Return a modern folder itself.
+    """Return a folder that needs no conversion. Convert any other one below `root`, once, and return that.
 
     Raises:
         InputError: a file is damaged or too large, or a pickle holds more than tensors. No folder is left.

@@ -37,7 +37,7 @@ class NormKind(StrEnum):
 
     - RMS: `w x / rms(x)`.
     - RMS_PLUS_ONE: `(1 + w) x / rms(x)`, as in Gemma.
-    - LAYER: centred, with a bias.
+    - LAYER: the usual layer norm, which also subtracts the mean and adds a bias.
     """
 
     RMS = "rms"
@@ -65,8 +65,8 @@ class BlockKind(StrEnum):
 class Windows(StrEnum):
     """Layers whose attention is limited to `sliding_window` tokens.
 
-    - UPPER: those from `max_window_layers` on, if `use_sliding_window` is set.
-    - PATTERN: all but every n-th.
+    - UPPER: the layers from `max_window_layers` on, if `use_sliding_window` is set.
+    - PATTERN: all layers but every n-th one.
     """
 
     NONE = "none"
@@ -78,10 +78,10 @@ class Windows(StrEnum):
 class Rotation(StrEnum):
     """Encoding of positions.
 
-    - LEARNED: a table.
+    - LEARNED: a table has a vector for each position.
     - WHOLE: whole heads are rotated.
-    - PART: the first numbers of a head are rotated, by `rotary_pct`.
-    - SHARE: the same, by `partial_rotary_factor`.
+    - PART: the first part of a head is rotated. `rotary_pct` gives its share.
+    - SHARE: the same, but `partial_rotary_factor` gives the share.
     - BY_LAYER: layers with a window have other frequencies.
     - SOME: `no_rope_layers` selects the rotated layers.
     - WINDOWED: if there are layers with a window, only these are rotated.
@@ -98,7 +98,7 @@ class Rotation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockNames:
-    """Names inside a block, without `.weight`. None means that the family has no such tensor.
+    """Names of tensors inside a block, without `.weight`. None means that the family has no such tensor.
 
     `fused` has queries, keys and values in one matrix: head by head, or as `Description.stacked` says.
     """
@@ -198,7 +198,7 @@ DESCRIPTIONS: Mapping[Family, Description] = {
     # Mistral has no biases, and no key for them.
     Family.MISTRAL: Description(attention_bias=None, windows=Windows.ALL),
     Family.QWEN2: Description(
-        # Qwen 2 has these biases without a key for them, and none at the output.
+        # Qwen 2 always has these biases, and no config key for them. The output has no bias.
         attention_bias=None,
         always_biased=("query", "key", "value"),
         windows=Windows.UPPER,

@@ -1,7 +1,7 @@
 """Family, shape, tensors and linear layers of a model, from its `config.json` alone.
 
 Tensor names are those of the state dict of transformers 5. `canonical_name` maps older checkpoints to
-them. A config is foreign input, so every number is checked before it becomes a shape. This module uses
+them. A config is untrusted input, so every number is checked before it becomes a shape. This module uses
 no torch and reads no files.
 
 The shape of a linear layer's weight is (N, K) = (out_features, in_features).
@@ -70,7 +70,7 @@ _MISSING_LAYERS = {
 }
 
 _OTHERS = "`permille models catalogue` lists models to choose from."
-# Tensors are listed layer by layer, so a forged number of layers could fill the memory. This is the limit.
+# The largest number of layers. Tensors are listed layer by layer, so a forged number could fill the memory.
 _LARGEST_LAYERS = 4096
 
 
@@ -231,7 +231,7 @@ def shape_of(config: Config) -> ModelShape:
     family = family_of(config)
     about, read = DESCRIPTIONS[family], Settings(config)
     learned = about.rotation is Rotation.LEARNED
-    # OPT and GPT-NeoX have as many key-value heads as heads, and divide the hidden size by them.
+    # In OPT and GPT-NeoX, each head has its own keys and values. The heads divide the hidden size.
     own_heads = not learned and (about.names.fused is None or about.stacked)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
     if about.head is None and (not own_heads or config.get("head_dim") is None) and hidden % heads:
@@ -256,7 +256,7 @@ def shape_of(config: Config) -> ModelShape:
         kv_heads=kv_heads,
         head=read.size("head_dim", about.head or hidden // heads) if own_heads else hidden // heads,
         embedded=read.size("word_embed_proj_dim", hidden) if learned else hidden,
-        # OPT has two rows before position 0.
+        # OPT's table of positions has two rows before position 0.
         positions=read.size("max_position_embeddings") + 2 if learned else 0,
         normed=not learned or read.flag("layer_norm_elementwise_affine", True),
         normed_last=all(last),
@@ -278,7 +278,7 @@ def expected_tensors(config: Config) -> dict[str, TensorShape]:
     The order is: embeddings, blocks by index with the scoped layers first, final norm, head.
 
     Raises:
-        InputError: as `shape_of`.
+        InputError: as for `shape_of`.
     """
     shape = shape_of(config)
     about, table = shape.about, (shape.vocabulary, shape.embedded)

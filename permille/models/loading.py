@@ -99,7 +99,7 @@ class FileChat:
 
         Raises:
             InputError: the tokenizer cannot be read.
-            PackageError: as `TokenizerFiles.read`.
+            PackageError: as for `TokenizerFiles.read`.
         """
         files = TokenizerFiles.read(partial(_optional_file, folder))
         return None if files.template is None else cls(folder, files)

@@ -29,7 +29,7 @@ def ollama_file(name: str, store: Path | None = None) -> tuple[Path, Path]:
         The store, and the file in it.
 
     Raises:
-        InputError: the name has another form, the model is not in the store, or its manifest is damaged.
+        InputError: the name is malformed, the model is not in the store, or its manifest is damaged.
     """
     if store is None:
         store = Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama/models")

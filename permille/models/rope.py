@@ -148,7 +148,7 @@ def _long_scaling(given: Mapping[str, Any], positions: int, context: int) -> flo
     # log(1) = 0 would be the divisor below.
     if context == 1:
         raise unsupported("original_max_position_embeddings above 1 for rope type longrope", context)
-    # As in transformers.
+    # The formula is that of transformers.
     return math.sqrt(1 + math.log(factor) / math.log(context))
 
 

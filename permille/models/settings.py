@@ -1,4 +1,4 @@
-"""A typed reader of a foreign `config.json`, with the defaults of transformers 5.
+"""A typed reader of an untrusted `config.json`, with the defaults of transformers 5.
 
 The reader records every key that is read. An unread key that is not known to be harmless is an error. So the
 light engine either computes what transformers computes, or refuses the config.
@@ -41,10 +41,10 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
-HINT = 'the torch engine may know it: pip install "permille[torch]" and choose it with --engine torch'
+HINT = 'the torch engine may support this model: pip install "permille[torch]", then use --engine torch'
 
 
-# Far above any published model, and far below an overflow of the sizes that are computed from it.
+# The largest size in a config. It is far above any published model. Products of such sizes do not overflow.
 _LARGEST_SIZE = 1 << 24
 
 
@@ -75,7 +75,7 @@ class Settings:
         return value
 
     def optional_size(self, key: str, default: int | None) -> int | None:
-        """Return a whole number from 1. Return None if the key is null, and the default if it is absent."""
+        """Return a whole number above 0. Return None if the key is null, and the default if it is absent."""
         if key in self._config and self._config[key] is None:
             self.keys.add(key)
             return None
@@ -148,7 +148,7 @@ class Settings:
         """Check that every key was read, is harmless or is null.
 
         Raises:
-            InputError: a key is left that this engine does not know.
+            InputError: a key was not read and is not known to be harmless.
         """
         left = sorted(
             key for key in self._config.keys() - self.keys - _HARMLESS if self._config[key] is not None

@@ -36,7 +36,7 @@ def padded(columns: int) -> int:
 
 
 def has_int8(scheme: Scheme, group_size: int) -> bool:
-    """Return whether a scheme has integer codes with one scale for each run of 32."""
+    """Return whether the scheme is int4, with a single scale within each run of 32 codes."""
     return scheme is Scheme.INT4 and group_size % RUN == 0
 
 

@@ -1,3 +1,3 @@
-"""A confined child process for foreign tokenizers, chat templates and documents. It loads no torch and
+"""A confined child process for untrusted tokenizers, chat templates and documents. It loads no torch and
 no numpy.
 """

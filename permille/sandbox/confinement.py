@@ -1,4 +1,4 @@
-"""Limits that a child process sets on itself before it reads foreign data.
+"""Limits that a child process sets on itself before it reads untrusted data.
 
 They limit memory, processor time, written files and the network. Linux enforces all of them. Other
 systems lack some, and then only the parent's timeout remains.

@@ -48,7 +48,7 @@ def _convert_weights(folder: Path, pickles: list[Path]) -> None:
     for path in pickles:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except Exception as exc:  # a foreign file can raise anything
+        except Exception as exc:  # an untrusted file can cause any error
             raise _UnreadableError(
                 # Do not quote torch, which advises to load the file without protection.
                 f"{path.name} is damaged, or holds more than tensors ({type(exc).__name__}). Download it "
@@ -83,7 +83,7 @@ def _convert_tokenizer(folder: Path) -> None:
             folder, use_fast=True, trust_remote_code=False, local_files_only=True
         )
         document = tokenizer.backend_tokenizer.to_str()
-    except Exception as exc:  # a foreign file can raise anything
+    except Exception as exc:  # an untrusted file can cause any error
         raise _UnreadableError(
             f"There is no tokenizer.json, and none can be made from the other files: {exc}"[:400]
         ) from exc

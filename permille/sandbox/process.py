@@ -27,7 +27,7 @@ EARNED_A_CALL_S = 0.01
 # The speed that timeouts assume. Tokenizers and templates are ten times as fast, even on a small machine.
 CHARACTERS_A_SECOND = 50_000
 MAX_ANSWER_BYTES = 256 << 20
-# No tokenizer that we know makes more tokens of a character.
+# No tokenizer that we know makes more tokens from a character.
 MAX_TOKENS_A_CHARACTER = 80
 
 

@@ -1,7 +1,7 @@
 """The `config.json` of the model in a GGUF file, and its tensors by canonical name.
 
 This is the inverse of `permille.engines.gguf.description`, which writes such files. A test converts every
-family there and back. Metadata is foreign. Settings that a config cannot express are refused by name.
+family there and back. Metadata is untrusted. Settings that a config cannot express are refused by name.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ class GgufModel:
     """The model of a GGUF file.
 
     Attributes:
-        names: the name in the file of each of our tensors.
+        names: the names of tensors in the file, by canonical name.
     """
 
     file: GgufFile
@@ -134,11 +134,11 @@ def read_model(file: GgufFile) -> GgufModel:
 
 
 def row_order(family: Family, config: Mapping[str, Any], name: str, rows: int) -> NDArray[np.int64] | None:
-    """Return the row order of llama.cpp for a tensor, or None if it is ours.
+    """Return the row order of llama.cpp for a tensor, or None if it is that of transformers.
 
-    In some architectures, llama.cpp rotates neighbours in a head, and transformers rotates halves. For
-    GPT-NeoX, llama.cpp stores all queries, then all keys, then all values. transformers stores them head by
-    head.
+    In some architectures, llama.cpp rotates adjacent pairs of a head's numbers, and transformers rotates
+    halves. For GPT-NeoX, llama.cpp stores all queries, then all keys, then all values. transformers stores
+    them head by head.
     """
     shape = shape_of(config)
     order = np.arange(rows)

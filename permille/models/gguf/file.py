@@ -1,6 +1,6 @@
 """A strict reader of a GGUF file's header: metadata, and the position of each tensor.
 
-The file is foreign, may be truncated, and may claim anything. Every count, length and offset is checked
+The file is untrusted, may be truncated, and may claim anything. Every count, length and offset is checked
 against a limit and the file's size before it is used. No memory is allocated because of a number in the
 file. Tensors are mapped. The reader of the `gguf` package trusts the counts, so only its tables and
 dequantizers are used here.
