@@ -28,7 +28,7 @@ SLOW_TOKENIZERS: Final = ("vocab.json", "tokenizer.model")
 
 
 def modern_folder(folder: Path, root: Path) -> Path:
-    """Return a folder that needs no conversion. Convert any other one below `root`, once, and return that.
+    """Return `folder` if it needs no conversion. Otherwise return its conversion, made once below `root`.
 
     Raises:
         InputError: a file is damaged or too large, or a pickle holds more than tensors. No folder is left.

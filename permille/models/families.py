@@ -231,7 +231,7 @@ def shape_of(config: Config) -> ModelShape:
     family = family_of(config)
     about, read = DESCRIPTIONS[family], Settings(config)
     learned = about.rotation is Rotation.LEARNED
-    # In OPT and GPT-NeoX, each head has its own keys and values. The heads divide the hidden size.
+    # In OPT and GPT-NeoX, each head has its own keys and values, and an equal share of the hidden size.
     own_heads = not learned and (about.names.fused is None or about.stacked)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
     if about.head is None and (not own_heads or config.get("head_dim") is None) and hidden % heads:

@@ -115,7 +115,7 @@ def export_gguf(
         )
     if kind is BlockType.Q4_0 and scheme is not Scheme.INT4:
         raise InputError(
-            f"Q4_0 needs an int4 package. It cannot hold the levels of {scheme}. Choose the type "
+            f"Q4_0 needs an int4 package. Q4_0 cannot hold the levels of {scheme}. Choose the type "
             + ("source." if scheme is Scheme.SOURCE else "q8_0.")
         )
     description, vocabulary = describe(package.config), None

@@ -169,7 +169,7 @@ class LightEngine:
         return SoftTargets(ids_RN=ids_RS, probability_RN=probability_RS.astype(np.float32))
 
     def gradient(self, values_K: Array, batch: Batch) -> tuple[float, Array]:
-        """Return the mean loss and its gradient. For any k, this takes about three times a loss's work."""
+        """Return the mean loss and its gradient. For any k, this is about three times the work of a loss."""
         check_values(values_K[None], self._model.limits)
         values_K = np.ascontiguousarray(values_K)
         batch = check_batch(batch, self._model.limits, soft=True)
