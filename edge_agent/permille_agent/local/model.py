@@ -202,7 +202,7 @@ def own_sampling(package: Package) -> Sampling:
     named = (found.temperature, found.top_p, found.top_k)
     penalty = found.repetition_penalty
     # Many files only name token ids, and say nothing about sampling.
-    if found.do_sample is None and not any(named):
+    if found.do_sample is None and all(value is None for value in named):
         return Sampling() if penalty is None else Sampling(repeat_penalty=penalty)
     penalty = penalty or 1.0
     if found.do_sample is False:

@@ -415,6 +415,7 @@ def test_only_loopback_addresses_and_free_ports_are_bound(server: LocalServer) -
             Sampling(temperature=0.7, top_p=0.8, top_k=20, repeat_penalty=1.05),
         ),
         ({"temperature": 1, "top_k": 0}, Sampling(temperature=1.0, top_p=1.0, top_k=0, repeat_penalty=1.0)),
+        ({"temperature": 0.0}, Sampling(temperature=0.0, top_p=1.0, top_k=50, repeat_penalty=1.0)),
         ({"repetition_penalty": 1.2}, Sampling(repeat_penalty=1.2)),
     ],
     ids=str,
