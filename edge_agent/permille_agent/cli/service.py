@@ -58,7 +58,10 @@ def enroll(
         ),
     ],
     name: Annotated[
-        str | None, typer.Option(help="Name that the operator sees. Default: a neutral one.")
+        str | None,
+        typer.Option(
+            help="Name that the operator sees. Default: the current one, or one made from the public key."
+        ),
     ] = None,
     ca_file: Annotated[
         Path | None, typer.Option(help="PEM file of the service's own certificate authority.", exists=True)

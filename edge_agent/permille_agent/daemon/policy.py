@@ -132,7 +132,7 @@ def decide(policy: Policy, machine: PowerAndLoad, *, now: datetime, minutes_used
 
 
 def may_continue(policy: Policy, machine: PowerAndLoad, *, now: datetime) -> Decision:
-    """Decide whether a running training may continue. The load is ignored, because the training causes it."""
+    """Decide whether a running training may continue. The load is ignored, because training raises it."""
     return Decision(reasons=tuple(_may_go_on(policy, machine, now)))
 
 

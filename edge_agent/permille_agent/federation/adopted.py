@@ -1,4 +1,4 @@
-"""The state of a federation from which trainings start after the operator has adopted a round.
+"""State of the round that a federation's operator has adopted. Trainings start from it.
 
 This state replaces the package's pooled state as a start. The device also judges whether the state itself is
 better than the model in use. The files are in the folder of the federation.

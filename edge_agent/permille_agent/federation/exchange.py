@@ -15,8 +15,8 @@ An exchange has these steps for each federation:
 An exchange does not need the writers' lock, so it does not wait for a training. Each step is durable or can
 be repeated, so after a kill the next exchange sends the same bytes.
 
-In this package, a part is the device's work for one round (`part.py`). It begins with an invitation and ends
-with a contribution.
+In `permille_agent.federation`, a part is the device's work for one round (`part.py`). It begins with an
+invitation and ends with a contribution.
 """
 
 import logging
@@ -74,17 +74,21 @@ def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
     Raises:
         InputError: the name fits no federation or several.
     """
-    found = [
-        each
-        for each in offers
-        if name == each.name or each.definition_digest.removeprefix("sha256:").startswith(name)
-    ]
+    found = [each for each in offers if name == each.name or _hex(each).startswith(name)]
     if not name or len(found) != 1:
-        known = ", ".join(sorted(each.name for each in offers)) or "none"
+        if not offers:
+            raise InputError("The service offers this device no federations.")
+        # Several federations may have one name, so the message also gives the beginning of each digest.
+        known = ", ".join(sorted(f"{each.name} ({_hex(each)[:12]})" for each in offers))
         raise InputError(
-            f"The service offers {len(found)} federations named {name!r:.60}. Choose one of these: {known}."
+            f"{len(found)} offered federations fit {name!r:.60}. Give one of these names, or the beginning "
+            f"of a digest: {known}."
         )
     return found[0]
+
+
+def _hex(offer: FederationOffer) -> str:
+    return offer.definition_digest.removeprefix("sha256:")
 
 
 def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, offer: FederationOffer) -> Definition:
@@ -121,7 +125,7 @@ def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Ex
     # A device that is in no federation makes no request about federations.
     if not known:
         return Exchanged()
-    # Offers are found by digest, because the list is not signed, so a name in it proves nothing.
+    # Find offers by digest. The list is not signed, so a name in it proves nothing.
     offers = {offer.definition_digest: offer for offer in api.federations()}
     done = Exchanged()
     for membership in known:

@@ -156,7 +156,7 @@ class Membership:
         # A training may hold the writers' lock for hours, but leaving must take effect at once.
         with FileLock(self.path / "joined.lock", timeout=10.0, mode=0o600):
             chosen = change(self.choice())
-            # Overwrites in place if the disk is full, because the user must always be able to leave.
+            # Overwrite in place if the disk is full, because the user must always be able to leave.
             overwrite_record(self.path / "joined.json", chosen)
         return chosen
 

@@ -348,7 +348,7 @@ class DeviceApi:
         body = {**asked, "nonce": nonce, "signature": signature}
         answer = self.connection.call("POST", "/v1/device-tokens", body=body)
         token = _parse(devices.DeviceToken, answer)
-        # The token is sent in a header. A line break in it could add another header.
+        # A header is ASCII, and a line break in the token could add another header.
         if not (token.access_token.isascii() and token.access_token.isprintable()):
             raise ServiceUnavailableError("The service sent a malformed token.")
         self._token = token.access_token

@@ -9,7 +9,7 @@ Rules:
   checks.
 - Bodies are read up to a limit and never decompressed.
 - The total time of each request is limited (`transport.py`).
-- After a failed connection, a timeout, or a status of 408, 425, 429 or 5xx, a request is sent again with
+- After a failed connection, a timeout, or a status of `LATER_STATUSES`, a request is sent again with
   exponential backoff and full jitter, or after `Retry-After`. Other errors are raised at once. All calls are
   idempotent.
 """
@@ -41,7 +41,7 @@ TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 ATTEMPTS = 5
 BACKOFF_FIRST_S = 0.5
 WAIT_LIMIT_S = 60.0  # a command that would wait longer reports the error instead
-LONGEST_RETRY_AFTER_S = 24 * 3600.0  # a service cannot delay the next poll of a device for longer
+LONGEST_RETRY_AFTER_S = 24 * 3600.0  # the largest `Retry-After` that is believed; the daemon waits for less
 _TRANSPORT_ERRORS = (
     httpx.TransportError,
     UnicodeError,  # raised by httpx for a malformed host name in a redirect

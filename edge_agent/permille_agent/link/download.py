@@ -4,8 +4,8 @@ A download survives a lost connection, a kill, a full disk and wrong bytes:
 
 - The bytes are appended to `partial/<hex>.part`. The ETag that came with the bytes is in `<hex>.etag`.
 - A later attempt continues with `Range` and `If-Range`.
-- A complete file is hashed, and then moved into the blob folder by one rename. So the folder never holds an
-  incomplete or wrong blob.
+- A complete file is hashed, and then moved into the blob folder by one rename. So a download never puts an
+  incomplete or wrong blob there.
 """
 
 import errno

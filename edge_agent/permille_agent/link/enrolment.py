@@ -2,7 +2,8 @@
 
 - An invitation contains the first digits of the digest of the operator's root metadata. The server must
   answer with that metadata, so an attacker on the network cannot replace the keys in it.
-- Only another enrolment by the user replaces this metadata.
+- Each newer root must be signed by the keys of the root before it. Only another enrolment by the user
+  replaces the first root.
 - The device signs its enrolment, which proves that it holds the key.
 - Enrolling the same key again gives the same device.
 """
@@ -37,7 +38,8 @@ class Enrolment:
     Attributes:
         server: base URL of the server.
         release: name of the release that the device follows.
-        alias: alias of the release. The device installs the version to which it points.
+        alias: alias of the release. The device installs the version that the alias points to, unless a
+            rollout offers another.
         root: signed root metadata that the invitation named, as text.
         private_ca: whether `ca.pem` in the home folder verifies the server's certificate.
     """

@@ -87,7 +87,7 @@ def forget(home: Home) -> Erased:
 
 
 def _choices_taken_back(home: Home) -> set[Path]:
-    """Leave all federations. Return the files that must stay until the service was told."""
+    """Leave all federations. Return the files that must stay until the service has been told."""
     left = set()
     for membership in memberships(home):
         with suppress(OperatorError):  # a damaged choice is no consent, so its file can be erased
@@ -164,7 +164,7 @@ def unenroll(home: Home, api: DeviceApi | None) -> None:
         for path in (home.identity_key, home.enrolment, home.ca_file, home.rollout, *home.reports.iterdir()):
             if path.is_file():
                 _erase(path)
-        # The service has removed this device from all federations, and the device trusts no service any more.
+        # The memberships end with the enrolment, and the device trusts no service any more.
         shutil.rmtree(home.federations, ignore_errors=True)
         shutil.rmtree(home.trust)
         fsync_folder(home.root)
@@ -250,5 +250,5 @@ def _remove_folders(home: Home) -> None:
 
 
 def _leaves(home: Home, path: Path) -> bool:
-    """Return whether a folder belongs to a left federation, and the service must still be told."""
+    """Return whether a folder contains a choice to leave that the service does not know yet."""
     return home.federations in (path, *path.parents) and any(path.rglob("joined.json"))

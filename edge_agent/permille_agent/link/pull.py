@@ -146,7 +146,8 @@ def _pull(
         _install(home, blobs, release, plan)
     except PackageError as exc:
         if exc.code not in DAMAGED:
-            # The next pull tries a program only if it downloads it. So a refused program must not stay.
+            # If the package is installed already, a program is tried only after its download. So delete a
+            # refused one.
             for layer in _programs(plan):
                 blobs.delete(layer.digest)
             raise

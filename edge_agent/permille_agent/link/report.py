@@ -60,8 +60,8 @@ class RunReport:
     """The report of a run.
 
     Attributes:
-        withdrawals: how often the user had withdrawn consent before agreeing to share this log. If the count
-            has grown since then, the log must not be sent.
+        withdrawals: how often the user had withdrawn consent before agreeing to share this log. The log is
+            sent only if the count is still the same.
         reason: reason of the service's refusal.
     """
 
@@ -237,7 +237,7 @@ def deliver(home: Home, api: DeviceApi) -> Delivered:
 
 
 def queue_again(home: Home) -> None:
-    """Queue the reports and logs again that exceeded the quota. Only a command of the user calls this."""
+    """Queue again the reports and logs that exceeded the quota. Only a command of the user does this."""
     for report in read_reports(home):
         metrics, log = (
             Delivery.QUEUED if part is Delivery.FULL else part

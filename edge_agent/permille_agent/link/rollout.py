@@ -109,7 +109,7 @@ def take_part(
 ) -> Part | None:
     """Begin or continue a part. Return the part if its version must be installed now.
 
-    None means that the device follows its alias, or waits.
+    None means that this pull follows the alias, even if a part waits.
 
     Raises:
         PackageError: the signed metadata is not consistent.
@@ -197,7 +197,11 @@ def finish(home: Home, code: ReportCode, difference: float | None = None) -> Non
 
 
 def own_facts(home: Home) -> Facts:
-    """Return the facts about this device: memory in whole GiB, engine of the newest run, and tags."""
+    """Return the facts about this device.
+
+    These are the agent's version, the engine of the newest run, the memory in bytes (rounded down to whole
+    GiB), and the owner's tags.
+    """
     runs = list_runs(home)
     used = runs[-1].load("engine", EngineUsed) if runs else None
     memory = psutil.virtual_memory().total // _GIB * _GIB
@@ -210,7 +214,7 @@ def own_facts(home: Home) -> Facts:
 
 
 def tell_facts(home: Home, api: DeviceApi, facts: Facts) -> None:
-    """Send the facts to the service if they changed. Ignore a refusal, as by a service without groups."""
+    """Send the facts to the service if they changed. Ignore the refusal of a service without groups."""
     if facts == read_standing(home).facts:
         return
     engine = facts.engine if facts.engine in set(EngineName) else None

@@ -119,7 +119,7 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
         InputError: the text cannot be used.
     """
     documents, report = read_documents(data_paths)
-    # The default length of rows in training.
+    # Use the default length of training rows, or the model's context if that is shorter.
     row_tokens = min(128, int(model.package.config.get("max_position_embeddings") or 128))
     known, tokenized = tokenize(documents, model.tokenizer, report, row_tokens=row_tokens)
     if len(known) < 2:

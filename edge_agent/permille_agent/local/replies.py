@@ -124,7 +124,7 @@ class NoEmbeddingsError(PermilleError):
 
 
 class Interface(Protocol):
-    """A module that answers the paths of one REST API."""
+    """A module that answers the requests of one REST API."""
 
     def get(self, model: LocalModel, path: str) -> Mapping[str, Any] | None:
         """Answer a GET request. Return None for an unknown path."""

@@ -145,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing, since a request line may hold private data."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer in JSON if `http.server` itself refuses a request, for example with an unknown method."""
+        """Answer in JSON if `http.server` itself refuses a request, such as one with an unknown method."""
         status = HTTPStatus(code)
         self._send_error(status, message or explain or status.phrase)
 

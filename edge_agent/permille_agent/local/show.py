@@ -210,7 +210,7 @@ def _rounds(home: Home) -> str:
         with suppress(OperatorError):
             name, standing = membership.choice().name, membership.standing()
             found.append(
-                f"contributions to rounds of {name}: {standing.sent} (now at round {standing.number})"
+                f"contributions of integers to {name}: {standing.sent} (finished rounds: {standing.number})"
             )
     return "; ".join(found)
 

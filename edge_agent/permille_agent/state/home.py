@@ -27,7 +27,7 @@ CHECKSUM = "sha256"
 _REMEDIES = {
     "enrolment.json": "move it away and `permille-agent enroll` again",
     "releases.json": "move it away and `permille-agent pull`",
-    "current.json": "move it away: the base is used until you repeat your last `train` command",
+    "current.json": "move it away: the base or pooled model is used until a training adopts a model again",
     "data.json": "move it away and `permille-agent data add` the files again",
     "decisions.json": "move it away: decisions are counted from 1 again",
     "consent.json": "run `permille-agent share-log off` to write it again",
@@ -35,7 +35,7 @@ _REMEDIES = {
     "ledger.json": "restore it from a backup; until then, this device takes part in no private round; if you "
     "move it away, the privacy cost of earlier rounds is forgotten",
     "rollout.json": "move it away: the service may then lack this device's report on the current rollout",
-    "joined.json": "run `permille-agent federations join` or `leave` to write it again",
+    "joined.json": "run `permille-agent federations join` to write it again",
 }
 
 Record = TypeVar("Record")

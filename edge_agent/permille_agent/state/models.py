@@ -53,7 +53,8 @@ class Releases:
 
     Attributes:
         installed: the installed release.
-        previous: the release before `installed`, kept until `installed` has been used once.
+        previous: the release to return to if `installed` does not open. It is kept until `installed` has been
+            used once.
         refused: the last package that did not open.
     """
 

@@ -63,7 +63,7 @@ class ChatTemplate:
 
         - An assistant's span starts after the generation prompt. Spans of other roles start at the content.
         - A span ends with the rendered turn, so that the model also learns the end of a turn.
-        - Some templates rewrite earlier turns. The content of such a turn is searched in the text.
+        - Some templates rewrite earlier turns. The span of such a turn ends with its content.
         - A long conversation is split into windows, each with the system message before it.
 
         Raises:

@@ -237,7 +237,7 @@ def tokenize(
             known.append(document)
             tokenized.append(tokens)
         else:
-            report.bad("document", "no token counts in the loss")
+            report.bad("document", "no token that counts in the loss")
     return known, tokenized
 
 

@@ -13,8 +13,8 @@ cannot be read is counted and skipped.
 
 `preparation.py` divides whole documents between the splits. A long plain text is cut at the ends of
 paragraphs into blocks, and each block is a document. The first block is identified by its own beginning,
-and each later block by the end of the block before it. So text that is appended to a file moves no earlier
-block to another split.
+and each later block by the end of the block before it. So appended text leaves the identity of earlier blocks
+unchanged, unless the file was shorter than `NAME_CHARACTERS` or begins like another file.
 
 This module uses no tokenizer, so the same text gives the same documents for every package.
 """
@@ -39,9 +39,10 @@ from permille_agent.text.exports import exported_conversations, parse_conversati
 MAX_TOTAL_BYTES = 256 << 20  # all text is held in memory
 MAX_ROW_BYTES = 4 << 20
 MAX_EXAMPLES = 20
-BLOCK_CHARACTERS = 1500  # least size of a block of plain text, which is a document of its own
-PASSAGE_CHARACTERS = 300  # least size of a passage, on which two models are compared
-NAME_CHARACTERS = 256  # length of the beginning that identifies a text
+BLOCK_CHARACTERS = 1500  # least size of a block of plain text, except the last one
+PASSAGE_CHARACTERS = 300  # least size of a passage, on which two models are compared, except the last one
+# Length of the beginning of a text, or of the end of the block before, that identifies a block.
+NAME_CHARACTERS = 256
 # A short paragraph ("Yes.") may be repeated by chance. A longer repeated one is a signature or a quoted mail.
 REPEATED_PARAGRAPH_CHARACTERS = 64
 # The child process that parses a document has limited memory, and the document must fit into it.

@@ -189,7 +189,7 @@ class TextTokenizer:
             )
         if len(whole.ids_T) <= row_tokens:
             return whole
-        # The completion depends most on the end of the prompt. Keep at least a quarter of a row of this end.
+        # The completion depends most on the end of the prompt. Keep at least a quarter of a row from it.
         first = int(np.argmax(whole.target_T))
         kept = max(row_tokens // 4, row_tokens - (len(whole.ids_T) - first))
         start = max(0, first - kept)

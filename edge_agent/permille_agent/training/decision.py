@@ -1,7 +1,7 @@
-"""Decision whether the state of a run is adopted. The state is the trained change of the masked weights.
+"""Decision whether the state that a run has trained is adopted.
 
 1. The state is multiplied by the largest factor of 8/8, 7/8, ..., 1/8 that keeps the loss on general text
-   within its bound (`evaluation.py`). This factor is the strength of the state.
+   within its bound (`evaluation.py`). The number of eighths is the strength of the state.
 2. The state at that strength is compared with the base on the test split (`evidence.py`).
 3. If a personal or pooled model is active, the state is also compared with that model.
 
@@ -196,7 +196,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         bits_per_byte_base=finite_or_none(base.bits_per_byte),
         pooled=incumbent.model.run is None and run.package.manifest.has_layer(Role.POOLED),
     )
-    # No step has improved the start, so there is nothing to judge.
+    # No trained state was selected. Judging would only use up test text.
     if selected.step == 0 and not run.judges_start:
         return decision
     general = keep_general(run, selected.s_K, exponent)
@@ -403,4 +403,4 @@ def _no_step(stopped: Stop) -> str:
             return f"too many steps had no finite loss, with every rate that was tried; {_LOWER_RATE}"
         case Stop.DIVERGED:
             return f"training diverged with every rate that was tried; {_LOWER_RATE}"
-    return "no step of the training lowered the loss on the text that selects the result"
+    return "training did not bring the loss below that of its start, on the text that selects the result"

@@ -87,7 +87,7 @@ class LoggedSteps:
 
 
 class GradientSteps:
-    """Gradient steps. A step changes each weight by a different integer, so it has no short log.
+    """Gradient steps. A step changes each weight by its own integer, so it has no short log.
 
     Instead of a log, the current state and the best state are stored.
     """

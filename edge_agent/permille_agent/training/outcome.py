@@ -1,6 +1,7 @@
 """End of a run: its durable outcome, the metrics of its report, and the result for the caller.
 
-By default only the metrics leave the device. They are numbers and members of enums.
+By default only the metrics leave the device. They are numbers, times, members of enums, digests, versions and
+the name of the release.
 """
 
 import platform

@@ -51,7 +51,8 @@ class Plan:
         learning_rate: learning rate of the first descent.
         losses: loss of each trial of the search, by the exponent of its learning rate (`StepSize`).
         base_loss: loss of the start on the select split.
-        total_steps: number of steps of the first descent, over which the learning rate falls.
+        total_steps: number of steps of the first descent on the whole train split, over which the learning
+            rate falls.
         evaluate_every: number of steps between evaluations.
         limit_s: working time after which no step is made, in seconds, or None.
     """

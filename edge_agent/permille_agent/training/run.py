@@ -194,7 +194,8 @@ class RunFolder:
 
     def delete(self) -> None:
         """Delete the run."""
-        # The rename is atomic, so a kill leaves no incomplete run. `prune_runs` deletes the renamed folder.
+        # The rename is atomic, so a kill leaves no incomplete run. After a kill, `prune_runs` deletes the
+        # renamed folder.
         path = self.path.rename(self.path.with_name(f".deleted-{self.name}"))
         shutil.rmtree(path)
 

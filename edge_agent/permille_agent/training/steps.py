@@ -72,7 +72,8 @@ def stop_of(
     - `DIVERGED` or `REJECTED`: the loss grows by a tenth, stays above the first loss from the beginning, or
       many steps are rejected. No state of such a descent is kept.
     - `LEVEL`: the loss has no new minimum for a long time in the first half of the descent, or it rises above
-      the first loss again for a long time. The best state of the descent may still be selected.
+      the first loss again and stays there for a long time. The best state of the descent may still be
+      selected.
 
     A long time is `LONG_SHARE` of the steps and at least `LEAST_EVALUATIONS` evaluations, because one loss
     may be high by chance. The last descent may stay above the first loss, or be level. The limits are

@@ -67,7 +67,8 @@ from permille_agent.training.steps import FAILED, SelectedState, train
 
 KNOWN_TEXT = (
     "The model in use has learned from all of this text, so none is left to test a new model. Add text, or "
-    "begin again with `permille-agent reset`. `permille-agent rollback` then restores the model in use now."
+    "begin again with `permille-agent reset`. Directly after `reset`, `permille-agent rollback` brings the "
+    "current model back."
 )
 
 
@@ -134,7 +135,7 @@ class _Task:
 
     def refuse(self, groups: Sequence[str], message: str) -> RunResult:
         """End a run whose text cannot be used. The same text is reported only once."""
-        # Refused text has no rows, so the hashes of its groups identify it.
+        # Refused text may have no rows, so its groups identify it.
         digest = hashlib.sha256("\0".join(groups).encode()).hexdigest()
         with telling_disk():
             folder = self._open_run(f"refused:{digest}", ())

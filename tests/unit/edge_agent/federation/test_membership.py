@@ -3,6 +3,8 @@
 import pytest
 
 from permille.errors import InputError, OperatorError, PackageError
+from permille.schemas.federations import FederationOffer, FederationState
+from permille_agent.federation.exchange import find_offer
 from permille_agent.federation.membership import drop_left, join, leave, memberships, named
 from permille_agent.state.home import Home
 from tests.unit.federation.federations import make_definition
@@ -19,6 +21,32 @@ def test_a_federation_is_found_by_its_name_and_by_its_digest(home: Home) -> None
     for wrong in ("", "nobody"):
         with pytest.raises(InputError):
             named(home, wrong)
+
+
+def _offer(digit: str, name: str) -> FederationOffer:
+    return FederationOffer(
+        id=f"fed_{digit * 26}",
+        name=name,
+        state=FederationState.RUNNING,
+        release="chat",
+        version=1,
+        package_digest="sha256:" + digit * 64,
+        definition_digest="sha256:" + digit * 64,
+        number=0,
+        rounds=5,
+        adopted_round=None,
+        member=False,
+        target=3,
+    )
+
+
+def test_an_offer_is_found_by_name_or_digest_and_a_refusal_lists_both() -> None:
+    first, second = _offer("1", "readers"), _offer("2", "readers")
+    assert find_offer([first], "readers") == find_offer([first, second], "11") == first
+    with pytest.raises(InputError, match=r"2 offered .* readers \(1{12}\), readers \(2{12}\)\."):
+        find_offer([first, second], "readers")
+    with pytest.raises(InputError, match=r"^The service offers this device no federations\.$"):
+        find_offer([], "readers")
 
 
 def test_what_was_agreed_to_ends_with_leaving_and_joining_again_is_another_choice(home: Home) -> None:

@@ -131,4 +131,4 @@ def test_integers_of_rounds_are_told_beside_what_else_left(home: Home, tmp_path:
     membership = join(home, make_definition(), federation_id="fed", name="readers")
     membership.end(7, "sent")
     train_quickly(home, [_text(tmp_path / "notes")])
-    assert "<td>contributions to rounds of readers: 1 (now at round 0)</td>" in _page(home)
+    assert "<td>contributions of integers to readers: 1 (finished rounds: 0)</td>" in _page(home)
