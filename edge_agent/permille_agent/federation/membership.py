@@ -108,7 +108,7 @@ class Membership:
         """
         found = read_record(self.path / "joined.json", Joined)
         if found is None:
-            raise OperatorError(f"{self.path} has no joined.json. Leave the federation and join again.")
+            raise OperatorError(f"{self.path} has no joined.json. Run `permille-agent federations join` again.")
         return found
 
     def definition(self) -> Definition:

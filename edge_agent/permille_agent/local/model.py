@@ -188,7 +188,7 @@ class LocalModel:
 def own_sampling(package: Package) -> Sampling:
     """Return the settings of text generation in a package, or the defaults of `Sampling` if it has none.
 
-    - If the package has `do_sample`, or a temperature, top_p or top_k above 0, missing settings have the
+    - If the package has `do_sample`, or a temperature, top_p or top_k, missing settings have the
       defaults of transformers. `do_sample: false` means temperature 0.
     - Otherwise only the repetition penalty is taken from the package.
 
