@@ -2,8 +2,8 @@
 
 A mask is the keystream of ChaCha20 under a fresh seed, with one `u32` per integer. A seal is the seed,
 encrypted by HPKE (RFC 9180) for the keeper's key. The seal is bound to federation, round and device, so it
-opens nowhere else. Sums are modulo 2**32. The devices' integers and the noise do not add up to more than that
-(`rules.LARGEST_DEVIATION`).
+opens nowhere else. Sums are modulo 2**32. `Privacy.check_clip` keeps the sum of the devices' integers and the
+noise within 32 bits.
 """
 
 import struct

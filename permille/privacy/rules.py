@@ -15,9 +15,11 @@ from permille.zo.header import check_range
 
 # The fewest devices whose masks a keeper sums.
 KEEPER_MINIMUM: Final = 32
-# The largest standard deviation of the noise in an integer. The sum of 2**16 devices plus 16 deviations fits
-# into 32 bits.
+# The largest standard deviation of the noise in an integer: 16 deviations are 2**30.
 LARGEST_DEVIATION: Final = 1 << 26
+# A gain is at most a tenth of the clip, so the gains of 2**16 devices add up to at most 2**30 - 2**16. The sum
+# of the masked integers, which includes the noise, then fits into 32 bits.
+LARGEST_KEEPER_CLIP: Final = 163_839
 
 
 class PrivacyMode(StrEnum):
@@ -137,10 +139,12 @@ class Privacy:
         """Check the clip of a definition.
 
         Raises:
-            InputError: there is no clip, or the noise for this clip would be too large for 32 bits.
+            InputError: there is no clip, or the sums for this clip would be too large for 32 bits.
         """
         if clip is None:
             raise InputError("Privacy needs a clip, because noise can only hide what is bounded. Set clip.")
         if self.noise_hundredths * clip > 100 * LARGEST_DEVIATION:
             most = 100 * LARGEST_DEVIATION // self.noise_hundredths
             raise InputError(f"With this noise, clip must be at most {most}, not {clip}.")
+        if self.keeper is not None and clip > LARGEST_KEEPER_CLIP:
+            raise InputError(f"In mode keeper, clip must be at most {LARGEST_KEEPER_CLIP}, not {clip}.")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from permille.errors import InputError, PackageError
 from permille.federation.contribution import Contribution
-from permille.federation.definition import Definition, Rule
+from permille.federation.definition import MAX_DEVICES, Definition, Rule
 from permille.federation.masked import (
     decode_answer,
     decode_opening,
@@ -29,7 +29,7 @@ from permille.federation.private_rounds import (
 )
 from permille.federation.rounds import History, combine
 from permille.privacy.masks import mask_of, open_seed, seal_context
-from permille.privacy.rules import PrivacyMode
+from permille.privacy.rules import LARGEST_DEVIATION, LARGEST_KEEPER_CLIP, PrivacyMode
 from tests.unit.federation.federations import make_contributions, make_definition
 from tests.unit.federation.private import KEEPER_KEY, make_masked, make_private, norm_squared
 
@@ -134,6 +134,7 @@ def test_definitions_with_privacy_come_back_from_their_bytes() -> None:
     [
         {"clip": None},
         {"clip": 1 << 25},
+        {"clip": 163_840, "mode": PrivacyMode.KEEPER},
         {"max_weight": 2},
         {"rule": Rule.TRIMMED, "trim_percent": 10},
         {"privacy": {"noise_hundredths": 0}},
@@ -144,6 +145,11 @@ def test_definitions_with_privacy_come_back_from_their_bytes() -> None:
 def test_privacy_that_cannot_hold_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"must be|Privacy needs"):
         make_private(**changes)
+
+
+def test_the_gains_of_the_most_devices_and_the_noise_fit_into_32_bits() -> None:
+    definition = make_private(clip=LARGEST_KEEPER_CLIP, mode=PrivacyMode.KEEPER)
+    assert MAX_DEVICES * definition.gain_bound + 16 * LARGEST_DEVIATION < 1 << 31
 
 
 def test_a_keeper_sums_no_few() -> None:
