@@ -1,1 +1,1 @@
-"""Task accuracy and language-modelling loss of a model: what tells one method from another."""
+"""Comparison of methods by their task accuracy and language-modelling loss."""

@@ -1,4 +1,4 @@
-"""The examples of a cell in a model's tokens, and its batches: functions of (splits, model, seed)."""
+"""The tokenized examples of a cell, and its batches. Both depend on splits, model and seed only."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -18,7 +18,11 @@ from permille_lab.tasks.splits import Splits
 
 
 class Encoder:
-    """Text to tokens of one model, and the token with which its texts begin."""
+    """Tokenizer of one model.
+
+    Attributes:
+        begin: token that the model puts before each text, None if there is none.
+    """
 
     def __init__(self, folder: Path) -> None:
         import tokenizers
@@ -26,11 +30,11 @@ class Encoder:
         path = folder / "tokenizer.json"
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as exc:  # the library raises no kind of its own
+        except Exception as exc:  # tokenizers raises plain Exception
             raise InputError(f"expected a tokenizer that can be read in {path}, got {exc!s:.200}") from exc
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # a text that names one does not hold it
+        self._tokenizer.encode_special_tokens = True  # "</s>" in a text is plain text
         plain, special = self("a"), tuple(self._tokenizer.encode("a").ids)
         begins = len(special) > len(plain) and special[1 : 1 + len(plain)] == plain
         self.begin: int | None = special[0] if begins else None
@@ -39,17 +43,18 @@ class Encoder:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def token_bytes(self, text: str) -> NDArray[np.int64]:
-        """Return the bytes of the text that each of its tokens stands for, int64 [T]."""
+        """Return the number of the text's bytes that each token stands for, int64 [T]."""
         ends = [end for _, end in self._tokenizer.encode(text, add_special_tokens=False).offsets]
         return token_bytes(text, np.array(ends, dtype=np.int64))
 
 
 class CellData:
-    """Train, validation and test examples that fit; `unfit` is told of the others.
+    """Train, validation and test examples of a cell that fit into `max_tokens`.
 
     Args:
-        shots: solved examples before each prompt.
-        max_tokens: of prompt and answer together.
+        shots: number of solved examples before each prompt.
+        max_tokens: largest number of tokens of prompt and answer together.
+        unfit: called with each example that does not fit.
     """
 
     def __init__(
@@ -73,33 +78,33 @@ class CellData:
 
     @cached_property
     def train(self) -> list[Choices]:
-        """Examples to learn from."""
+        """Examples for training."""
         return [choices for _, choices in self._fitting(self._splits.train)]
 
     @cached_property
     def validation(self) -> list[Choices]:
-        """Examples to select by."""
+        """Examples that select the best state."""
         return [choices for _, choices in self._fitting(self._splits.validation)]
 
     @cached_property
     def test(self) -> list[Choices]:
-        """Examples to report."""
+        """Examples of the reported scores."""
         return [choices for _, choices in self._test]
 
     @cached_property
     def tested(self) -> list[Example]:
-        """The test items in tokens."""
+        """The examples of `test`, before tokenization."""
         return [example for example, _ in self._test]
 
     @cached_property
     def test_bytes(self) -> int:
-        """Bytes of UTF-8 that the scored tokens of `test` stand for, if it is documents.
+        """Number of UTF-8 bytes that the scored tokens of `test` stand for. Only for documents.
 
-        A character may be cut by `max_tokens`. Its bytes then count where its first token is.
+        `max_tokens` may cut between the tokens of one character. All its bytes count for its first token.
         """
         total = 0
         for example, item in self._test:
-            assert item.span is not None  # it is a document
+            assert item.span is not None  # every document has a span
             bytes_T = self._encoder.token_bytes("".join(document_text(example, self._max_tokens)))
             total += int(bytes_T[slice(*item.span)].sum())
         return total
@@ -109,7 +114,7 @@ class CellData:
         return self._fitting(self._splits.test)
 
     def batch(self, step: int) -> Batch:
-        """Return the batch of a step: drawn with the seed, without repetition within it."""
+        """Return the batch of a step. Its examples are drawn with the seed, without replacement."""
         rng = np.random.default_rng([self.seed, step])
         size = min(self._batch_size, len(self.train))
         return training_batch(
@@ -117,14 +122,15 @@ class CellData:
         )
 
     def batches_from(self, first: int) -> Callable[[int], Batch]:
-        """Return the batches of a later segment."""
+        """Return the batches of a segment that begins at step `first`."""
         return lambda step: self.batch(first + step)
 
     def _fitting(self, examples: Sequence[Example]) -> list[tuple[Example, Choices]]:
-        """Return examples in tokens. An example whose answer does not fit is a bad row of this model.
+        """Return the examples that fit, tokenized. An example with too long an answer is a bad row.
 
         Raises:
-            InputError: more than a twentieth of a part (plus one) is bad: `max_tokens` is too small.
+            InputError: too many examples of this part do not fit, so `max_tokens` is too small. The limit
+                is `MAX_BAD_SHARE` of all examples of the splits.
         """
         found: list[tuple[Example, Choices]] = []
         reason = ""
@@ -153,7 +159,7 @@ class CellData:
 
     @cached_property
     def _demonstrations(self) -> tuple[str, ...]:
-        """Solved training examples, for in-context learning: drawn with the seed."""
+        """Solved training examples for in-context learning, drawn with the seed."""
         if not self._shots:
             return ()
         train = self._splits.train

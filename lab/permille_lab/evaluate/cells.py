@@ -1,7 +1,7 @@
-"""Runs of a sweep's cells (a model, a base, a method, a task, a seed), and the trials of their tuning.
+"""Runs of a sweep's cells, and the trials of their tuning.
 
-Everything here is a function of (sweep, cell): batches of (seed, step), splits of the seed, masks of the
-model and the seed.
+A cell is a model, a base, a method, a task and a seed. Results depend only on the sweep and the cell:
+batches on seed and step, splits on the seed, masks on model and seed.
 """
 
 import time
@@ -39,12 +39,12 @@ from permille_lab.tasks.scoring import (
 from permille_lab.tasks.splits import Splits, split
 
 _MASK_EXAMPLES = 64
-# No two segments share directions.
+# Factor between a segment's first step and its seed. Thus no two segments share directions.
 _SEGMENT_SEEDS = 1_000_003
 
 
 class Bench:
-    """A sweep's files, read once and kept: pools, and what the corpus decides of masks and weights."""
+    """Inputs of a sweep's cells: example pools, corpus masks and calibrated weights. All are cached."""
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
@@ -54,7 +54,7 @@ class Bench:
         self.decoded = lru_cache(maxsize=4)(self._decoded)
 
     def run(self, cell: Cell, seed: int, step_factor: float | None) -> Outcome:
-        """Train (where the method does) and score one cell with a seed."""
+        """Train one cell with a seed, if its method trains, and score it on the test items."""
         begin = time.perf_counter()
         data = self.data(cell, seed)
         if cell.method.order is None:
@@ -68,18 +68,18 @@ class Bench:
         return Outcome(cell, data, trained, tested, time.perf_counter() - begin)
 
     def trial(self, cell: Cell, order: Order, seed: int, step_factor: float) -> Trial:
-        """Return the outcome that tuning compares: one run, never scored on test items."""
+        """Return the outcome of one tuning run. It has a validation loss and no test score."""
         recipe = self._recipe(order, seed, step_factor)
         trained = self._trained(cell, self.data(cell, seed), recipe, train)[1]
         return Trial(loss=trained.loss, rose=trained.rose and cell.method.trained not in IN_SEGMENTS)
 
     def read(self) -> None:
-        """Read all task files, and check that they can be divided and that the corpus has text.
+        """Read all task files. Check that they can be split and that the corpus has text.
 
-        This happens first, so that no cell fails for it hours later.
+        This happens before the first cell, so that no cell fails after hours because of a file.
 
         Raises:
-            InputError: a file is not its task's, or has too little; or the corpus has no text.
+            InputError: a file is not in its task's format or has too few examples, or the corpus has no text.
         """
         report = ReadReport()
         corpus = self.sweep.corpus
@@ -97,8 +97,10 @@ class Bench:
                 self._splits(task, seed)
 
     def bad_rows(self) -> list[str]:
-        """Every row of the files read so far that is no example, and every example that did not fit the cells
-        so far, with its reason."""
+        """Return a line with the reason for each bad row so far.
+
+        Bad rows are rows of a file that are no examples, and examples that did not fit into a cell.
+        """
         return list(self._bad_rows)
 
     def _recipe(self, order: Order, seed: int, step_factor: float | None) -> Recipe:
@@ -119,7 +121,7 @@ class Bench:
         return found
 
     def data(self, cell: Cell, seed: int) -> CellData:
-        """The examples of a cell."""
+        """Return the examples of a cell."""
         return CellData(
             self._splits(cell.task, seed),
             Encoder(cell.model),
@@ -157,7 +159,7 @@ class Bench:
         return storage.stored(cell.model, cell.base, mask, decoded)
 
     def corpus_sequences(self, model: Path) -> NDArray[np.int64]:
-        """Sequences of the corpus in the model's tokens, [sequences, tokens]."""
+        """Return sequences of the corpus in the model's tokens, [sequences, tokens]."""
         sweep = self.sweep
         texts = file_texts(sweep.corpus, ReadReport())
         return token_sequences(FileTokenizer(model), texts, sweep.corpus_sequences, sweep.corpus_tokens, 0)
@@ -165,9 +167,11 @@ class Bench:
     def _trained(
         self, cell: Cell, data: CellData, recipe: Recipe, training: Callable[..., Trained]
     ) -> tuple[Trainable, Trained]:
-        """
+        """Train a cell.
+
         Args:
-            training: `train` or `train_safely`; segments go back to each one's best anyway.
+            training: `train` or `train_safely`. Training in segments ignores it, because each segment
+                starts at the best state of the last one.
         """
         if cell.method.trained in IN_SEGMENTS:
             return self._trained_in_segments(cell, data, recipe)
@@ -179,10 +183,11 @@ class Bench:
         return trainable, training(trainable, data.batch, _validation(trainable, data.validation), recipe)
 
     def _trained_in_segments(self, cell: Cell, data: CellData, recipe: Recipe) -> tuple[Trainable, Trained]:
-        """Train in segments of `refresh_steps`, each with a new mask where it moves. Learned values stay.
+        """Train in segments of `refresh_steps`. A dynamic mask is selected again for each segment.
 
-        A segment ends with its best evaluation, and the next one begins there. The schedule runs over all
-        segments. The step size follows from the segment's first gradients: it grows as these shrink.
+        A weight that leaves the mask keeps its trained value. A segment starts at the best evaluated state
+        of the last one. The learning-rate schedule runs over all segments. For zeroth order, the step size
+        is inversely proportional to the segment's first gradients, so it grows as they shrink.
         """
         model = self._stored(cell)
         own = storage.stored(cell.model, Base.BF16)
@@ -193,7 +198,7 @@ class Bench:
         for first in range(0, recipe.steps, every):
             if first and cell.method.trained in DYNAMIC:
                 mask = self._mask(cell, data, first // every, lambda: model)
-            assert mask is not None  # every set in segments has one
+            assert mask is not None  # all sets in IN_SEGMENTS have masks
             storage.give_own_values(model, own, mask, learned)
             trainable = masked_weights(model, mask)
             part = replace(
@@ -230,9 +235,9 @@ class Bench:
 
 
 def _validation(trainable: Trainable, items: Sequence[Choices]) -> Callable[[NDArray[np.float32]], float]:
-    """Return the mean loss of the right answers.
+    """Return a function that computes the mean loss of the right answers.
 
-    This takes one pass, since the wrong candidates are not needed.
+    The wrong candidates are not needed, so each item takes one row.
     """
     parts = [items[first : first + 32] for first in range(0, len(items), 32)]
     batches = [training_batch(part) for part in parts]

@@ -1,7 +1,8 @@
 """`permille evaluate`: run a sweep, then print its tables.
 
-Finished work is kept, and the same command continues it. Exit status, as of all of permille's commands: 0
-done, 1 failed (a full disk), 3 refused, 5 try again (another process is at it), 130 interrupted.
+Finished work is kept, and the same command continues it. The exit status is the same as for all commands of
+permille: 0 done, 1 failed (for example, the disk is full), 3 refused, 5 try again (another process runs this
+sweep), 130 interrupted.
 """
 
 import signal
@@ -56,10 +57,10 @@ def _evaluated(sweep: Path, results: Path, table: Path | None) -> int:
 
 
 def _check(sweep: Path, results: Path, table: Path | None) -> None:
-    """Refuse settings that would fail after hours.
+    """Refuse paths that would fail after hours.
 
     Raises:
-        InputError: results or table are no file, cannot have a folder, or are one of the others.
+        InputError: two of the paths are equal, results or table is a folder, or its folder cannot be created.
     """
     names = [path.resolve() for path in (sweep, results, table) if path is not None]
     if len(set(names)) < len(names):
@@ -77,9 +78,9 @@ def _check(sweep: Path, results: Path, table: Path | None) -> None:
 
 
 def _table(sweep: Path, results: Path) -> tuple[str, InputError | None]:
-    """Run what is missing. Return the tables of all that could be measured, and why the rest could not.
+    """Run the missing cells. Return the tables of all measured cells, and the error of the others, if any.
 
-    Torch is imported here, after the handler of signals is in place.
+    Torch is imported here, after the signal handlers are installed: its import takes seconds.
     """
     from transformers.utils import logging
 
@@ -88,7 +89,7 @@ def _table(sweep: Path, results: Path) -> tuple[str, InputError | None]:
     from permille_lab.evaluate.specification import read_sweep
     from permille_lab.evaluate.sweep import CellsFailedError, run_sweep
 
-    logging.disable_progress_bar()  # one of each load of a model, between the lines of ours
+    logging.disable_progress_bar()  # each loaded model would print one between our lines
     try:
         records = run_sweep(read_sweep(sweep), results, _tell)
     except CellsFailedError as exc:
@@ -111,17 +112,17 @@ def _tell_table(text: str, path: Path | None) -> int:
 
 
 def _kept(results: Path) -> str:
-    return f"; {results} keeps what is done, the same command goes on" if results.is_file() else ""
+    return f"; {results} keeps what is done, run the same command to continue" if results.is_file() else ""
 
 
 def _tell(done: int, total: int, following: str) -> None:
-    if _told_to_end:  # what was raised then was lost, as in a callback of a library's C code
+    if _told_to_end:  # an exception in a callback of C code is lost, so raise it again
         raise KeyboardInterrupt
     print(f"[{done}/{total}] {following}", file=sys.stderr, flush=True)
 
 
 def _interrupt(number: int, _: object) -> None:
-    """Interrupt once: a second signal must not end the farewell of the first one."""
+    """Interrupt once. Later signals are ignored, so that they do not interrupt the clean-up."""
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
     _told_to_end.append(number)

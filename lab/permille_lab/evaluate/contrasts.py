@@ -1,14 +1,15 @@
-"""The difference of two methods, with items and seeds both taken as drawn from many.
+"""The difference of two methods, where both items and seeds are random samples.
 
-A test of items alone says what these trained models do on other items. A claim about a method is about other
-seeds, too. So an item counts with every seed: `d[i, s] = mu + a_i + b_s + e_is`. The variance of the mean is
-estimated from the spread of item means and of seed means, each over its own number. This counts the error
-twice, which is on the safe side.
+A test over items only makes a statement about these trained models. A claim about a method must also hold
+for other seeds. The model of the difference `d` of item i and seed s is `d[i, s] = mu + a_i + b_s + e_is`,
+with the mean `mu`, random effects `a` and `b`, and the error `e`. The variance of the mean is the sum of two
+estimates: the variance of the item means over the items, and that of the seed means over the seeds. This
+counts the variance of `e` twice, so intervals are too wide rather than too narrow.
 
-Items of one passage or text are a cluster, and the sums of clusters vary (`statistics.clustered_variance`).
-Degrees of freedom are Satterthwaite's. Tasks are pooled with equal weights, since no two tasks share items.
-They do share seeds: a random mask and the directions of a seed are the same for every task. So the seed means
-over all tasks vary, and only seeds that all tasks have count.
+Items of one passage or text form a cluster (`statistics.clustered_variance`). Degrees of freedom are
+Satterthwaite's. Tasks are pooled with equal weights, and the variances of their items add, since no two tasks
+share items. Tasks do share seeds: the random mask and the directions of a seed are the same for every task.
+The variance over seeds is therefore that of the mean over all tasks. Only seeds that all tasks have count.
 
 # Legend: I items, S seeds.
 """
@@ -25,18 +26,18 @@ from permille.errors import InputError
 from permille_lab.evaluate.statistics import TINY_VARIANCE, clustered_variance
 
 Record = Mapping[str, Any]
-"""A cell of a results file; see `permille_lab.evaluate.cells`."""
+"""A cell of a results file; see `permille_lab.evaluate.outcomes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contrast:
-    """The advantage of the first method: in accuracy, or in loss with its sign turned.
+    """The advantage of the first method, in accuracy or in negative loss.
 
     Attributes:
-        effect: mean difference; positive where the first is better.
-        error: its standard error; 0 if all clusters and all seeds agree.
-        freedom: degrees of freedom; at least 1.
-        clusters: test items of all tasks, where items of one passage or text are one cluster.
+        effect: mean difference, positive if the first method is better.
+        error: standard error of `effect`, 0 if all clusters and all seeds agree.
+        freedom: degrees of freedom, at least 1.
+        clusters: number of clusters of test items of all tasks. Items of one passage or text are a cluster.
         seeds: number of seeds that every task has.
     """
 
@@ -48,23 +49,23 @@ class Contrast:
     tasks: tuple[str, ...]
 
     def interval(self, level: float) -> tuple[float, float]:
-        """Two-sided confidence interval."""
+        """Return the two-sided confidence interval."""
         from scipy import stats
 
         reach = self.error * float(stats.t.ppf((1 + level) / 2, self.freedom))
         return self.effect - reach, self.effect + reach
 
     def p_above(self, bound: float) -> float:
-        """One-sided p-value that the effect is no more than `bound`."""
+        """Return the one-sided p-value of the hypothesis that the effect is at most `bound`."""
         from scipy import stats
 
         if self.error == 0:
-            # All clusters have one number. Others may differ, and these do not say how many.
+            # All clusters have the same difference, so the t-test has no variance to divide by.
             return _hidden(self) if self.effect > bound else 1.0
         return float(stats.t.sf((self.effect - bound) / self.error, self.freedom))
 
     def p_below(self, bound: float) -> float:
-        """One-sided p-value that the effect is no less than `bound`."""
+        """Return the one-sided p-value of the hypothesis that the effect is at least `bound`."""
         from scipy import stats
 
         if self.error == 0:
@@ -78,12 +79,13 @@ def contrast(
     """Compare the records of two methods, task by task, on the items and seeds that both have.
 
     Args:
-        by_loss: the loss of each item's right answer instead of whether it was chosen.
-        fixed: `second` has nothing random (zero-shot): its one record stands beside every seed.
+        by_loss: if True, compare the losses of the right answers, else the accuracies.
+        fixed: True if `second` does not depend on the seed (zero-shot). Its first record is compared with
+            every seed of `first`.
 
     Returns:
-        None where no task has both methods, a task has one cluster, or fewer than two seeds are common to
-        the tasks.
+        The contrast. None if no task has both methods, a task has fewer than two clusters or seeds, or the
+        tasks have fewer than two seeds in common.
 
     Raises:
         InputError: a record names an item twice, or a seed has two records.
@@ -146,9 +148,9 @@ def _pooled(parts: Sequence[_Part]) -> Contrast | None:
 
 
 def clusters(records: Iterable[Record]) -> dict[str, str]:
-    """Return the cluster of each item of records of one task, from any record that names it (`groups`).
+    """Return the cluster of each item of one task, from the `groups` of its records.
 
-    An item that no record names is a cluster of its own.
+    An item without a group is a cluster by itself.
     """
     known = list(records)
     found = {item: f"item {item}" for record in known for item in record["items"]}
@@ -178,5 +180,5 @@ def _outcomes(record: Record, by_loss: bool) -> dict[str, float]:
 
 
 def _hidden(found: Contrast) -> float:
-    """Return the chance that a hundredth of other clusters was never met among so many."""
+    """Return the probability that no cluster differs if one cluster in a hundred of the population does."""
     return float(0.99**found.clusters)

@@ -1,17 +1,18 @@
-"""The methods that are compared, by name: "zo:sensitive-c4", "fo:lora-8", "icl:8", "zero-shot".
+"""The names of the methods, for example "zo:sensitive-c4", "fo:lora-8", "icl:8" and "zero-shot".
 
-    <order>:<set>     order zo or fo; set sensitive-c4, sensitive-task, random, outliers, full,
-                      lora-<rank>, lora-fa-<rank>, prefix-<tokens>, prefix-real-<tokens>
-    icl:<n>           n solved examples before each question, nothing trained
-    zero-shot
+    <order>:<set>     order: zo (zeroth order) or fo (first order)
+                      set: sensitive-c4, sensitive-task, random, outliers, full, lora-<rank>,
+                      lora-fa-<rank>, prefix-<tokens>, prefix-real-<tokens>
+    icl:<n>           n solved examples before each question; nothing is trained
+    zero-shot         the question only; nothing is trained
 
-Dynamic masks are selected again while training: `sensitive-task-dynamic` and `random-dynamic`. Training runs
-in segments, each with its own mask. A weight that leaves the mask keeps what it has learned. A segment takes
-its step size from its own first gradients and ends with its best state. This alone trains better. Compare a
-dynamic mask therefore with `sensitive-task-segments`, which has the same segments and one mask.
+The dynamic masks are `sensitive-task-dynamic` and `random-dynamic`. Training runs in segments, and each
+segment selects a new mask. A weight that leaves the mask keeps its trained value. A segment takes its step
+size from its first gradients and ends with its best state. Segments are an advantage even without new masks.
+Compare a dynamic mask therefore with `sensitive-task-segments`, which has the same segments and one mask.
 
-`prefix-<tokens>` starts at random numbers, as in peft. This start alone costs nats. `prefix-real-<tokens>`
-starts at the keys and values of as many random tokens, as in MeZO (princeton-nlp/MeZO,
+`prefix-<tokens>` starts at random numbers, as in peft. Random numbers raise the loss at the start by nats.
+`prefix-real-<tokens>` starts at the keys and values of random tokens, as in MeZO (princeton-nlp/MeZO,
 `prefix_init_by_real_act`).
 """
 
@@ -23,14 +24,14 @@ from permille.errors import InputError
 
 
 class Order(StrEnum):
-    """The derivatives that train."""
+    """The order of the derivatives that training uses."""
 
     ZEROTH = "zeroth"
     FIRST = "first"
 
 
 class TrainedSet(StrEnum):
-    """The set of numbers that are trained."""
+    """The numbers that are trained."""
 
     SENSITIVE_C4 = "sensitive-c4"
     SENSITIVE_TASK = "sensitive-task"
@@ -57,15 +58,15 @@ SPARSE = frozenset(
         TrainedSet.OUTLIERS,
     }
 )
-"""Sets with a density."""
+"""Sets of masked weights. They have a density."""
 
 TASK_MASKS = frozenset(
     {TrainedSet.SENSITIVE_TASK, TrainedSet.SENSITIVE_TASK_SEGMENTS, TrainedSet.SENSITIVE_TASK_DYNAMIC}
 )
-"""Sets whose masks the task's gradients select."""
+"""Sets with a mask that is selected by the task's gradients."""
 
 DYNAMIC = frozenset({TrainedSet.SENSITIVE_TASK_DYNAMIC, TrainedSet.RANDOM_DYNAMIC})
-"""Sets whose mask moves."""
+"""Sets with a dynamic mask."""
 
 IN_SEGMENTS = DYNAMIC | {TrainedSet.SENSITIVE_TASK_SEGMENTS}
 """Sets that are trained in segments."""
@@ -85,10 +86,10 @@ class Method:
     """A parsed name.
 
     Attributes:
-        order: None where nothing is trained.
-        trained: None where nothing is trained.
-        size: rank of adapters or tokens of a prefix.
-        shots: solved examples before the question.
+        order: None if nothing is trained.
+        trained: None if nothing is trained.
+        size: rank of an adapter, or number of tokens of a prefix.
+        shots: number of solved examples before the question.
     """
 
     name: str
@@ -102,7 +103,7 @@ def method(name: str) -> Method:
     """Parse a method's name.
 
     Raises:
-        InputError: no such method, or a size that is missing, out of place or outside 1 to 256.
+        InputError: the method is unknown, or its size is missing, superfluous or outside 1 to 256.
     """
     if name == "zero-shot":
         return Method(name=name)

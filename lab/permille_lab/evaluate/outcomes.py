@@ -1,6 +1,6 @@
-"""A cell of a sweep and its outcome: a record of plain numbers.
+"""A cell of a sweep, its outcome, and the JSON record of it.
 
-The record holds the outcome of each test item, so that any two methods can be compared in pairs later.
+The record has the outcome of each test item, so that any two methods can later be compared in pairs.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _SPLIT_NAMES = ("train", "validation", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One model and method that is trained and tested once."""
+    """A model, base, method, task and seed. It is trained and tested once."""
 
     model: Path
     base: Base
@@ -35,12 +35,12 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Names the cell in the results file."""
+        """Name of the cell in the results file."""
         return "/".join((self.tuning_key, str(self.seed)))
 
     @property
     def tuning_key(self) -> str:
-        """Names what its seeds share."""
+        """Name of the tuning that the cells of all seeds share."""
         return "/".join((self.model.name, self.base.value, self.method.name, self.task.value))
 
 
@@ -55,9 +55,9 @@ class Outcome:
     seconds: float
 
     def _bits_per_byte(self) -> float | None:
-        """Return bits per byte over the scored bytes of all documents alike, for language modelling.
+        """Return bits per byte over the scored bytes of all documents; None for other tasks.
 
-        They can be compared between tokenizers if `max_tokens` cuts no document.
+        Bits per byte can be compared between tokenizers if `max_tokens` cuts no document.
         """
         if self.cell.task is not Task.TEXT:
             return None
@@ -69,15 +69,17 @@ class Outcome:
         return None if self.cell.task is Task.TEXT else majority_share(self.data.tested)
 
     def _prior_loss(self) -> float | None:
-        """Return the loss of the best guess that is the same for every prompt; None if answers differ."""
+        """Return the loss of the best guess that is the same for every prompt.
+
+        Return None if the items do not have the same answers.
+        """
         found = prior_losses(self.data.test)
         return None if found is None else float(found.mean())
 
     def record(self) -> Json:
         """Return the line of the results file.
 
-        Language modelling has no right answers, so it has no accuracy, no majority, and no outcome but
-        losses.
+        Language modelling has no right answers. Its `accuracy`, `majority` and `correct` are None.
         """
         return {
             "model": self.cell.model.name,
@@ -115,7 +117,7 @@ class Outcome:
 
 
 def _digest(text: str) -> str:
-    """Return a short name of a passage, the same in every record. 48 bits tell some thousand apart."""
+    """Return a short name of a passage, the same in every record. 48 bits suffice for some thousand."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -1,8 +1,8 @@
-"""A sweep's records as tables: accuracy, deviation over seeds, loss of the right answer, average rank.
+"""Tables of a sweep: accuracy, standard deviation over seeds, loss of the right answer, average rank.
 
-A task counts for accuracy only where tuned first-order training beats the majority and zero-shot by five
-points with p below 0.01; elsewhere the model cannot do the task at this size, and the loss of the right
-answers says more than the accuracy. Language modelling (`text`) has no accuracy at all.
+A task counts for accuracy only if tuned first-order training beats majority and zero-shot by five points,
+with p below 0.01. Otherwise the model is too small for the task, and the loss of the right answers says more
+than the accuracy. Language modelling (`text`) has no accuracy.
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ from permille_lab.tasks.examples import Task
 REQUIRED_GAIN = 0.05
 REQUIRED_P = 0.01
 MIN_CLUSTERS = 30
-"""Fewer test items that share no passage or text prove nothing."""
+"""Least number of clusters (test items that share no passage or text) for a statement on a task."""
 
 Rows = Mapping[tuple[str, str], Sequence[Json]]
 """Records of one model and base, by (method, task)."""
@@ -32,11 +32,11 @@ def markdown(
     left_out: Sequence[str] = (),
     failed: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> str:
-    """The tables of all models and bases.
+    """Return the tables of all models and bases.
 
     Args:
-        left_out: rows of task files that were no examples, with the reasons, as the results name them.
-        failed: why cells could not be measured, with their keys.
+        left_out: bad rows of the task files with their reasons, as in the results file.
+        failed: keys of the cells that could not be measured, by reason.
     """
     groups: dict[tuple[str, str], dict[tuple[str, str], list[Json]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
@@ -57,20 +57,20 @@ def _table(model: str, base: str, rows: Rows) -> str:
     counted = {task: countable(rows, task) for task in tasks}
     counting = [task for task in tasks if counted[task]]
     seeds = max(len(found) for found in rows.values())
-    # A method with an unmeasured cell has no rank: there is nothing to compare it by.
+    # A method with an unmeasured cell has no rank, because an average rank needs all tasks.
     ranked = [m for m in methods if all(len(rows.get((m, task), ())) == seeds for task in tasks)]
     loss_ranks = _ranks(rows, ranked, tasks, "loss", -1)
     accuracy_ranks = _ranks(rows, ranked, counting, "accuracy", 1)
     lines = [
         f"## {model}, {base}",
         "",
-        "Accuracy in percent, mean and deviation over seeds; in brackets the loss of the right answer in "
-        "nats per token. A task in *italics* does not count for accuracy (no first-order gain of 5 points "
-        "over majority and zero-shot at p < 0.01); of one with a question mark it is not known (no such "
-        f"references, or fewer than {MIN_CLUSTERS} passages). *Prior*: the least loss of a guess that is the "
-        "same for every prompt. In free text (squad) accuracy is exact match, with F1; language modelling "
-        "(text) has its loss alone, mean over documents, and bits per byte over what was scored of them "
-        "(comparable between tokenizers where none is cut).",
+        "Accuracy in percent, mean and standard deviation over seeds. In brackets: the loss of the right "
+        "answer in nats per token. A task in *italics* does not count for accuracy (first order is not 5 "
+        "points better than majority and zero-shot with p < 0.01). A question mark: not known (these "
+        f"methods were not measured, or there are fewer than {MIN_CLUSTERS} passages). *Prior*: the lowest "
+        "loss of a guess that is the same for every prompt. For free text (squad), accuracy is exact match, "
+        "and F1 follows. Language modelling (text) has a loss, the mean over documents, and bits per byte of "
+        "the scored bytes. If no document is cut, bits per byte can be compared between tokenizers.",
         "",
         "| method | "
         + " | ".join(_heading(rows, task, counted[task]) for task in tasks)
@@ -92,14 +92,14 @@ def _ranks(rows: Rows, methods: Sequence[str], tasks: Sequence[str], key: str, s
 
 
 def countable(rows: Rows, task: str) -> bool | None:
-    """Return True if accuracies on the task say anything at this size (see the module); None: not known."""
+    """Return True if the task counts for accuracy (see the module), and None if that is not known."""
     if task == Task.TEXT:
         return False
     first_order = [method for method, name in rows if name == task and method.startswith("fo:")]
     zero_shot = rows.get(("zero-shot", task), [])
     if not first_order or not zero_shot:
         return None
-    # Choose by validation. The best of several on the test items themselves would be a lucky one.
+    # Choose by validation loss. A choice by test items would favour a method that was lucky on them.
     best = min(first_order, key=lambda method: _mean(rows[method, task], "validation_loss"))
     trained_N, base_N, cluster_N = paired(rows[best, task], zero_shot)
     if len(np.unique(cluster_N)) < MIN_CLUSTERS:
@@ -114,10 +114,10 @@ def countable(rows: Rows, task: str) -> bool | None:
 def paired(
     first: Sequence[Json], second: Sequence[Json]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.str_]]:
-    """Return the mean outcome over seeds of each item that both methods were tested on, and its cluster.
+    """Return each item's mean outcome over seeds, for both methods, and its cluster.
 
-    Seeds share test items, and an easy item is easy with every seed. So only clusters of items are
-    independent.
+    Only items count that both methods were tested on. Outcomes of one item with several seeds are not
+    independent, since an easy item is easy with every seed. Clusters of items are independent.
 
     Raises:
         InputError: a record names an item twice.
@@ -145,7 +145,7 @@ def _by_item(records: Sequence[Json]) -> dict[str, float]:
 
 
 def _notes(rows: Rows, method: str) -> str:
-    """Return the notes that a reader needs: demonstrations that did not fit, a grid left too early."""
+    """Return notes on shots that did not fit, cut examples, and a best step size on the grid's edge."""
     notes = []
     for task, records in ((task, found) for (name, task), found in rows.items() if name == method):
         if method.startswith("icl:"):
@@ -162,10 +162,10 @@ def _mean(records: Sequence[Json], key: str) -> float:
 
 
 def loss_and_bits(records: Sequence[Json]) -> str:
-    """Return the cells of language modelling: nats per token (mean, deviation over seeds), bits per byte."""
+    """Return the cell of language modelling: nats per token with its deviation over seeds, bits per byte."""
     losses = [record["loss"] for record in records]
     deviation = f" ± {np.std(losses, ddof=1):.3f}" if len(losses) > 1 else ""
-    # Older results have no bits.
+    # Older results have no bits per byte.
     known = all(record.get("bits_per_byte") is not None for record in records)
     told = f"; {_mean(records, 'bits_per_byte'):.3f} bits per byte" if known else ""
     return f"{np.mean(losses):.3f}{deviation}{told}"
@@ -175,7 +175,7 @@ def _heading(rows: Rows, task: str, counts: bool | None) -> str:
     if task == Task.TEXT:
         return task
     own = [record for (_, name), found in rows.items() if name == task for record in found]
-    # Older results do not have it.
+    # Older results have no prior loss.
     priors = [record["prior_loss"] for record in own if record.get("prior_loss") is not None]
     prior = f"; prior {np.mean(priors):.3f}" if priors else ""
     name = {True: task, False: f"*{task}*", None: f"{task}?"}[counts]

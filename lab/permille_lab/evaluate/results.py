@@ -1,11 +1,16 @@
 """The results file of a sweep.
 
-It has JSON lines. A `sweep` line holds the digest of the comparison and the procedure. Then follow `trial`
-(of a search), `tuning` (its choice), `cell`, `bad-row` and `list` lines. Test items and their passages are
-the same in most cells. So each such list stands once, in a `list` line, and cells name its number.
+The file has JSON lines. The first is a `sweep` line with the sweep's digest and the number of the procedure.
+Then follow lines of these kinds:
 
-A torn last line is cut off. A file of another sweep or procedure is refused, never mixed. Seeds may be added
-after those that a file was begun with.
+- `trial`: one run of a search for a step factor
+- `tuning`: the step factor that the search chose
+- `cell`: the record of a cell
+- `bad-row`: a row or an example that was left out
+- `list`: test items or their groups. Most cells share these lists, so a cell holds only the list's number
+
+An incomplete last line is cut off. A file of another sweep or procedure is refused. Seeds may be added behind
+the seeds with which the file was created.
 """
 
 import fcntl
@@ -27,7 +32,7 @@ from permille_lab.evaluate.specification import Sweep, TaskFiles
 from permille_lab.tasks.examples import Task
 
 PROCEDURE = 2
-"""How cells are tuned and trained; results of another procedure are refused."""
+"""Version of how cells are tuned and trained. Results of another procedure are refused."""
 
 _LISTED = ("items", "groups")
 _FIELDS: dict[str, set[str]] = {
@@ -41,15 +46,15 @@ _FIELDS: dict[str, set[str]] = {
         *("shots", "cut_examples", "validation_loss", "on_edge"),
     },
 }
-"""What a line of each kind holds beside kind and key, as far as it is read again."""
+"""Fields that a line of each kind must have beside kind and key, because code reads them."""
 
 
 @contextmanager
 def alone(results: Path) -> Iterator[None]:
-    """Lock the file. Two processes would measure each cell twice and write both.
+    """Lock the file. Without a lock, two processes would measure each cell twice.
 
     Raises:
-        RetryableError: another process holds it.
+        RetryableError: another process has locked it.
     """
     results.parent.mkdir(parents=True, exist_ok=True)
     with results.open("ab") as file:
@@ -61,7 +66,7 @@ def alone(results: Path) -> Iterator[None]:
 
 
 def open_results(sweep: Sweep, path: Path) -> "Results":
-    """Open or begin the file of a sweep. A file that was begun with fewer seeds of the same sweep is its own.
+    """Open or create the file of a sweep. The file may be of the same sweep with fewer of its seeds.
 
     Raises:
         InputError: the file is of another sweep or procedure, or damaged before its last line.
@@ -74,13 +79,13 @@ def open_results(sweep: Sweep, path: Path) -> "Results":
         if not any(_line(header).startswith(found) for header in headers):
             raise InputError(f"expected results of a sweep in {path}, got {found[:60]!r}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")  # nothing, or the torn beginning of our own first line
+        path.write_bytes(b"")  # it was empty, or a part of our first line
         results = Results(path, [])
         results.append(headers[0])
         return results
     lines = list(_parsed(whole, path))
     if len(lines) == 1 and not torn and lines[0].get("kind") == "sweep" and lines[0] not in headers:
-        # The sweep was refused before its first cell. Nothing is lost, and the corrected one may begin.
+        # The sweep was refused before its first cell. Replace its header by that of the corrected sweep.
         path.write_bytes(_line(headers[0]))
         return Results(path, [headers[0]])
     if lines[0].get("procedure") != PROCEDURE:
@@ -101,7 +106,7 @@ def open_results(sweep: Sweep, path: Path) -> "Results":
 
 
 def read_results(path: Path) -> "Results":
-    """Read a file of results, whatever its sweep. A torn last line is left out.
+    """Read a results file of any sweep. An incomplete last line is left out.
 
     Raises:
         InputError: the file is damaged before its last line.
@@ -110,7 +115,7 @@ def read_results(path: Path) -> "Results":
 
 
 class Results:
-    """The file of a sweep, and its contents."""
+    """The results file of a sweep, and its contents."""
 
     def __init__(self, path: Path, lines: "list[Json] | Iterator[Json]") -> None:
         self._path = path
@@ -124,7 +129,7 @@ class Results:
 
     @contextmanager
     def bad_rows_of(self, bench: Bench) -> Iterator[None]:
-        """Append the bad rows that the bench meets and the file does not name, however the work ends."""
+        """Append the bench's new bad rows to the file when the `with` block ends, even with an error."""
         try:
             yield
         finally:
@@ -160,10 +165,10 @@ class Results:
 
 
 def digests(sweep: Sweep) -> list[str]:
-    """Return the digest of the sweep, then of the same sweep with ever fewer of its first seeds.
+    """Return the digest of the sweep, then those of the same sweep with one seed fewer each time.
 
-    A digest covers the choices, the bytes of the files (wherever these are) and our version. A choice at its
-    default is left out. So a new choice can be added to sweeps, and old results stay valid.
+    A digest covers the settings, the names and bytes of the files (not their folders), and the version of
+    permille. Settings with default values are left out. Thus a new setting does not invalidate old results.
     """
     chosen = {
         name: getattr(sweep, name)
@@ -203,7 +208,7 @@ def _line(record: Json) -> bytes:
 
 
 def _parsed(whole: bytes, path: Path) -> Iterator[Json]:
-    """Parse the lines, with their lists in place."""
+    """Parse the lines. Replace the numbers of lists by the lists."""
     lists: list[list[str]] = []
     for number, line in enumerate(whole.split(b"\n"), start=1):
         try:
@@ -231,11 +236,14 @@ _NUMBERS = {
     "cell": ("loss", "cut_examples", "shots", "accuracy", "majority", "bits_per_byte", "prior_loss"),
 }
 _MAY_LACK = {"accuracy", "majority", "bits_per_byte", "prior_loss"}
-"""Language modelling has no accuracy, tasks no bytes; results of before they were measured have neither."""
+"""Numbers that may be missing.
+
+Language modelling has no accuracy, other tasks have no bits per byte, and older results have no prior loss.
+"""
 
 
 def _check_numbers(line: Json) -> None:
-    """Refuse numbers that somebody edited."""
+    """Refuse fields that are no finite numbers, for example after a manual edit."""
     for name in _NUMBERS.get(line["kind"], ()):
         value = line.get(name)
         if value is None and (name in _MAY_LACK or line["kind"] == "trial"):

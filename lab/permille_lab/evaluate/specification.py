@@ -1,4 +1,4 @@
-"""The file that says what a sweep compares: TOML, every key checked, nothing guessed.
+"""The TOML file that defines a sweep. Unknown keys and wrong values are refused.
 
     models = ["models/reference-7M"]
     corpus = "c4_sample.jsonl"          # JSON lines with `text`, for sensitive-c4
@@ -8,7 +8,7 @@
 
     [tasks.sst2]
     train = "SST-2/train.tsv"
-    test = "SST-2/dev.tsv"              # optional: else the train file is divided
+    test = "SST-2/dev.tsv"              # optional: without it, the train file is split in three
 
 Paths are relative to the file's folder.
 """
@@ -40,7 +40,7 @@ from permille_lab.tasks.splits import PAPER_SIZES
 
 
 class Base(StrEnum):
-    """The format in which the frozen weights are stored; products are float32 in all of them."""
+    """The format in which the frozen weights are stored. Matrix products are computed in float32."""
 
     FLOAT32 = "float32"
     BF16 = "bf16"
@@ -81,7 +81,7 @@ _Once = BeforeValidator(_each_once)
 
 
 class TaskFiles(BaseModel):
-    """Files of one task. If `test` is None, the train file is divided into all three parts."""
+    """Files of one task. If `test` is None, the train file is split into train, validation and test."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -90,18 +90,18 @@ class TaskFiles(BaseModel):
 
 
 class Sweep(BaseModel):
-    """The choices and the size of a comparison.
+    """The settings of a comparison.
 
     Attributes:
-        trials: step factors that every trained method tries first (odd). With one there is no search: the
-            factor is 1.
-        tuning_seeds: seeds that choose among the best step factor of the first seed and its neighbours; the
-            search goes on while a neighbour is better (odd).
-        sizes: examples of train, validation and test.
-        max_tokens: longest example; the prompt's front is cut.
-        estimator: `forward` takes exact directional derivatives, all queries from one gradient. On models of
-            this size this is several times cheaper than `spsa`, which makes two forward passes a query.
-        refresh_steps: steps between two selections of a dynamic mask.
+        trials: number of step factors that each trained method tries first (odd). If it is 1, nothing is
+            searched and the factor is 1.
+        tuning_seeds: number of seeds that compare the first seed's best step factor with its neighbours
+            (odd). The search continues while a neighbour is better.
+        sizes: numbers of examples of train, validation and test.
+        max_tokens: length of the longest example. The front of a longer prompt is cut.
+        estimator: `spsa` takes two forward passes for each query. `forward` computes exact directional
+            derivatives of all queries from one gradient. On small models it is several times cheaper.
+        refresh_steps: number of steps between two selections of a dynamic mask.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -151,7 +151,7 @@ class Sweep(BaseModel):
                 yield f'expected {library}, which is not installed: pip install "permille[lab]"'
 
     def _problems_of(self, model: Path) -> Iterator[str]:
-        """Yield the problems of a model. Losses at positions that it was not trained on would say nothing."""
+        """Yield the problems of a model. Losses beyond the positions of its training would be meaningless."""
         if missing := [name for name in ("config.json", "tokenizer.json") if not (model / name).is_file()]:
             yield f"expected {' and '.join(missing)} in {model}, got none"
             return
@@ -172,7 +172,7 @@ def read_sweep(path: Path) -> Sweep:
     """Read and check a sweep file.
 
     Raises:
-        InputError: not TOML, an unknown or missing key, or a value that is not what the key takes.
+        InputError: the file is not TOML, a key is unknown or missing, or a value does not suit its key.
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -185,10 +185,10 @@ def sweep_of(found: dict[str, Any], folder: Path) -> Sweep:
     """Check the keys of a sweep.
 
     Args:
-        folder: what relative paths begin at.
+        folder: base of relative paths.
 
     Raises:
-        InputError: an unknown or missing key, or a value that is not what the key takes.
+        InputError: a key is unknown or missing, or a value does not suit its key.
     """
     try:
         return Sweep.model_validate(found, context={"folder": folder})

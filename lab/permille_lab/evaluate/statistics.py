@@ -1,7 +1,7 @@
 """Statistical tests of the differences between methods.
 
-The units are items (examples, users), always in pairs: two methods are compared on the same items. The tests
-come from scipy. This module says which test answers which question.
+All tests are paired: two methods are compared on the same items (examples or users). The distributions and
+tests come from scipy.
 
 # Legend: N items, G clusters, M methods, T tasks.
 """
@@ -19,20 +19,21 @@ EQUIVALENCE_MARGIN = 0.01
 """One point of accuracy."""
 
 TINY_VARIANCE = 1e-24
-"""Below it a variance is what rounding leaves of none."""
+"""A variance below this is rounding error and counts as 0."""
 
 
 def clustered_variance(value_N: NDArray[np.floating], cluster_N: NDArray[np.generic]) -> tuple[float, int]:
-    """Cluster-robust variance of a mean, and its degrees of freedom, clusters - 1.
+    """Return the cluster-robust variance of a mean, and its degrees of freedom: clusters - 1.
 
-    Residuals are summed by cluster before they are squared (the sandwich estimator, with G / (G - 1)); where
-    each value is a cluster of its own, it is the usual variance of a mean.
+        variance = G / (G - 1) * sum over clusters of (sum of the cluster's residuals)^2 / N^2
+
+    This is the sandwich estimator. If each value is a cluster by itself, it is the usual variance of a mean.
 
     Args:
-        cluster_N: the cluster of each value: items of one passage share one.
+        cluster_N: the cluster of each value. Items of one passage are in one cluster.
 
     Raises:
-        InputError: fewer than two clusters.
+        InputError: there are fewer than two clusters.
     """
     _, place_N = np.unique(cluster_N, return_inverse=True)
     number = int(place_N.max()) + 1 if len(place_N) else 0
@@ -47,11 +48,11 @@ class UserTest:
     """One comparison over users: Wilcoxon's signed-rank test on paired differences.
 
     Attributes:
-        gain: mean over users of second less first (losses: positive where the first is better).
-        median: of the gains: one user of an unusual text moves a mean.
-        interval: of the mean gain, 95 %, by Student's t over users; for this comparison alone.
-        worsened: share of users for whom the first is worse.
-        p_value: two-sided; of `holm`, adjusted for all comparisons together.
+        gain: mean over users of second loss minus first loss, positive if the first method is better.
+        median: median of the gains. A single user with an unusual text can move the mean.
+        interval: 95 % interval of the mean gain, by Student's t over users, not adjusted for other tests.
+        worsened: share of users for whom the first method is worse.
+        p_value: two-sided p-value. `holm` adjusts it for all comparisons together.
     """
 
     name: str
@@ -64,10 +65,10 @@ class UserTest:
 
 
 def user_test(name: str, first_N: NDArray[np.floating], second_N: NDArray[np.floating]) -> UserTest:
-    """Compare the losses of two methods, one of each a user.
+    """Compare the losses of two methods. Each has one loss for each user.
 
     Raises:
-        InputError: fewer than two users, unequal numbers, or numbers that are not finite.
+        InputError: there are fewer than two users, the lengths differ, or a loss is not finite.
     """
     from scipy import stats
 
@@ -87,7 +88,7 @@ def user_test(name: str, first_N: NDArray[np.floating], second_N: NDArray[np.flo
 
 
 def holm_adjusted(p_values: Sequence[float]) -> list[float]:
-    """P-values adjusted for all of them together, by Holm's step-down method, in the order given."""
+    """Return the p-values adjusted by Holm's step-down method, in the given order."""
     adjusted = [0.0] * len(p_values)
     highest = 0.0
     for place, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
@@ -97,7 +98,7 @@ def holm_adjusted(p_values: Sequence[float]) -> list[float]:
 
 
 def holm(tests: Sequence[UserTest]) -> list[UserTest]:
-    """The same tests with p-values adjusted by Holm's step-down method, in the order given."""
+    """Return the tests with p-values adjusted by Holm's step-down method, in the given order."""
     adjusted = holm_adjusted([test.p_value for test in tests])
     return [replace(test, p_value=adjusted[index]) for index, test in enumerate(tests)]
 
@@ -108,15 +109,16 @@ def beats_by(
     margin: float,
     cluster_N: NDArray[np.generic],
 ) -> tuple[float, float]:
-    """Mean of first less second, and the one-sided p-value that it is no more than `margin`.
+    """Return the mean of first minus second, and the one-sided p-value that it is at most `margin`.
 
     Args:
-        first_N, second_N: an outcome of each distinct item: 1 or 0 for right or wrong, or its mean over
-            seeds. The same item twice would count as evidence twice.
-        cluster_N: the text of each item.
+        first_N, second_N: one outcome for each item: 1 for right and 0 for wrong, or the mean over seeds.
+            An item must not occur twice, because it would count twice as evidence.
+        cluster_N: the cluster of each item, such as its text.
 
     Raises:
-        InputError: fewer than two items or clusters, unequal numbers, or numbers that are not finite.
+        InputError: there are fewer than two items or clusters, the lengths differ, or an outcome is not
+            finite.
     """
     from scipy import stats
 
@@ -124,16 +126,19 @@ def beats_by(
     mean = float(difference_N.mean())
     variance, freedom = clustered_variance(difference_N, cluster_N)
     if variance < TINY_VARIANCE:
-        # No cluster differs from another. Take the difference that so many would hide with this chance.
+        # All clusters agree, so the t-test has no variance. Instead, suppose that a cluster's difference is
+        # 1 or -1, with mean `margin`: return the probability that it is 1 for all clusters.
         return mean, ((1 + margin) / 2) ** (freedom + 1) if mean > margin else 1.0
     return mean, float(stats.t.sf((mean - margin) / math.sqrt(variance), freedom))
 
 
 def average_ranks(score_MT: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Mean over tasks of each method's rank, [M]; 1 is the highest score, ties share their mean rank.
+    """Return each method's mean rank over the tasks, [M].
+
+    Rank 1 is the highest score. Equal scores share their mean rank.
 
     Raises:
-        InputError: a score is missing (not finite).
+        InputError: a score is not finite, for example because it is missing.
     """
     from scipy import stats
 

@@ -1,7 +1,7 @@
-"""Run a sweep cell by cell. Each trial and each result is durable before the next begins.
+"""Run a sweep cell by cell. Each trial and each result is durable before the next one begins.
 
-A killed sweep continues after the last whole line of its results file (`results.py`). A cell whose input is
-wrong (a damaged model) does not stop the others: its error is reported when they are done.
+A killed sweep continues after the last complete line of its results file (`results.py`). If the input of a
+cell is wrong, such as a damaged model, the other cells still run. The error is reported at the end.
 """
 
 import math
@@ -18,15 +18,15 @@ from permille_lab.evaluate.specification import Sweep
 from permille_lab.evaluate.tuning import Trial, tune, tuning_seed
 
 _TOLD = 3
-"""Cells that failed and are named; the others are counted."""
+"""Largest number of reasons in the message of `CellsFailedError`. Further reasons are counted."""
 
 
 class CellsFailedError(InputError):
-    """Some cells could not be measured; the others were.
+    """Some cells could not be measured. The others are done and kept.
 
     Attributes:
-        records: of the others, in the order of `cells_of`.
-        reasons: why the failed ones could not be measured, with their keys.
+        records: records of the measured cells, in the order of `cells_of`.
+        reasons: keys of the failed cells, by reason.
     """
 
     def __init__(self, failed: Mapping[str, InputError], records: list[Json]) -> None:
@@ -47,12 +47,14 @@ def _and_more(count: int) -> str:
 
 
 Progress = Callable[[int, int, str], None]
-"""Called with cells done, cells in all, and what is next: a cell, or a trial of its search. What it raises
-stops the sweep there (an `InputError` before a trial is the cell's)."""
+"""Callback with the number of done cells, the number of all cells, and the next cell or trial.
+
+If it raises, the sweep stops there. But an `InputError` before a trial counts as an error of the cell.
+"""
 
 
 def cells_of(sweep: Sweep) -> list[Cell]:
-    """Return all cells, with those that share a tuning together."""
+    """Return all cells. Cells that share a tuning follow each other."""
     return [
         Cell(model=model, base=base, method=method, task=task, seed=seed)
         for model in sweep.models
@@ -64,13 +66,13 @@ def cells_of(sweep: Sweep) -> list[Cell]:
 
 
 def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
-    """Run what the results file lacks; returns the records of all cells, in the order of `cells_of`.
+    """Run the cells that the results file lacks. Return all records, in the order of `cells_of`.
 
     Raises:
-        InputError: the file is of another sweep or damaged before its last line; or a task's file or the
-            corpus is not as expected.
-        CellsFailedError: the input of some cells is wrong; the others are done and kept.
-        RetryableError: another process is at it.
+        InputError: the results file is of another sweep or damaged before its last line, or a task file or
+            the corpus is unusable (see `Bench.read`).
+        CellsFailedError: the input of some cells is wrong. The others are done and kept.
+        RetryableError: another process runs this sweep.
     """
     with alone(results):
         return _run_missing(sweep, results, progress)
@@ -101,10 +103,10 @@ def _run_missing(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
 
 
 def _run(bench: Bench, cell: Cell, done: Results, tell: Callable[[str], None]) -> Json:
-    """Return the record of a cell. Its bad rows are durable before its trials and its record are."""
+    """Return the record of a cell. Bad rows are written to the file before the trial or the record."""
     order, factor, on_edge = cell.method.order, None, False
     if order is not None and bench.sweep.trials == 1:
-        factor = 1.0  # a single trial chooses nothing, and would cost as much as the cell
+        factor = 1.0  # a single trial would choose nothing and cost as much as the cell
     elif order is not None:
         if cell.tuning_key not in done.tunings:
             _tune(bench, cell, order, done, tell)
@@ -116,7 +118,7 @@ def _run(bench: Bench, cell: Cell, done: Results, tell: Callable[[str], None]) -
 
 
 def _tune(bench: Bench, cell: Cell, order: Order, done: Results, tell: Callable[[str], None]) -> None:
-    """Search a step factor for the cells of a tuning, after the last trial that is known."""
+    """Search the step factor of cells that share a tuning. Trials in the results file are not repeated."""
 
     def trial(seed: int, step_factor: float) -> Trial:
         key = f"{cell.tuning_key}/{seed}/{step_factor:.6g}"

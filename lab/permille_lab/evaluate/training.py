@@ -1,9 +1,9 @@
-"""Training of any `Trainable` by zeroth or first order, with the checkpoint chosen on validation loss.
+"""Training of any `Trainable` by zeroth or first order. The state with the lowest validation loss is kept.
 
-Zeroth order uses the estimators, the lattice and the update of the product itself. First order is AdamW on
-the same flat vector with a linear schedule. Both see batches that are a function of (seed, step), and
-evaluate at the same cadence. Both return the values of the best evaluation: the papers' "checkpoint by best
-validation loss".
+Zeroth order uses the product's estimators, lattice and update. First order is AdamW on the same flat vector
+with a linear schedule. Both take the same batches, which depend on seed and step only, and evaluate after the
+same steps. Both return the values of the best evaluation, as the papers do ("checkpoint by best validation
+loss").
 """
 
 import math
@@ -25,13 +25,17 @@ from permille_lab.evaluate.tuning import GRID_FACTOR, MAX_ATTEMPTS
 from permille_lab.models.trainables import Trainable
 
 Batches = Callable[[int], Batch]
-"""The batch of a step."""
+"""Returns the batch of a step."""
 
 Validate = Callable[[NDArray[np.float32]], float]
-"""Validation loss of some values."""
+"""Returns the validation loss of some values."""
 
 STEP_NORM = 0.4
-"""Where a step size search begins: `learning_rate * g_rms * sqrt(k / q)` (docs/adr/0030)."""
+"""Step norm at which the search for a step size begins (docs/adr/0030).
+
+The step norm is `learning_rate * g_rms * sqrt(k / q)`, with `g_rms` the root mean square of the projected
+gradients, `k` the number of trained numbers and `q` that of queries.
+"""
 
 EPSILON_NORM = 0.5
 _NO_PACKAGE = "sha256:" + "0" * 64
@@ -40,14 +44,15 @@ _PROBE_STEPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The settings of one run. The step size is relative, so that one grid serves every method.
+    """The settings of one run. The step size is relative, so that one grid suits every method.
 
     Attributes:
-        step_factor: multiplies the method's natural step size: for zeroth order the one of norm `STEP_NORM`,
-            for first order AdamW's 1e-3.
-        queries: directions a step; zeroth order only.
-        evaluations: number of evaluations on validation, evenly spaced, the end included.
-        first_step: position of the run in the schedule of a longer one, whose steps are `total_steps`.
+        step_factor: factor on the method's natural step size. For zeroth order, that step size has the norm
+            `STEP_NORM`. For first order, it is AdamW's 1e-3.
+        queries: number of directions in a step (zeroth order only).
+        evaluations: number of validations, evenly spaced. The last one is after the last step.
+        first_step: number of the run's first step, if the run is a segment of a longer one.
+        total_steps: number of steps of the longer run, None if the run is not a segment.
     """
 
     order: Order
@@ -78,9 +83,10 @@ class Trained:
     """The values of the best evaluation and the curve that chose them.
 
     Attributes:
-        curve: (step, validation loss), step 0 is the base; not finite where training diverged.
-        step_factor: that they were trained with.
-        attempts: runs from the base that it took.
+        curve: pairs of step and validation loss. Step 0 is the base. A loss is not finite if training
+            diverged.
+        step_factor: the factor of the best attempt.
+        attempts: number of runs from the base.
     """
 
     values_K: NDArray[np.float32]
@@ -92,7 +98,7 @@ class Trained:
 
     @property
     def rose(self) -> bool:
-        """True if some evaluation was not finite or above the base's: the steps were too long."""
+        """True if a loss was not finite or above that of the base, so the steps were too long."""
         base = self.curve[0][1]
         return any(not loss <= base for _, loss in self.curve[1:])
 
@@ -100,7 +106,7 @@ class Trained:
 def train(trainable: Trainable, batches: Batches, validate: Validate, recipe: Recipe) -> Trained:
     """Train from the base.
 
-    Training stops early if the loss is not finite; then the best values before it count.
+    Training stops if the loss is not finite. The best values before that count.
     """
     move = _zeroth_order if recipe.order is Order.ZEROTH else _first_order
     values_K = trainable.base_K
@@ -122,11 +128,11 @@ def train(trainable: Trainable, batches: Batches, validate: Validate, recipe: Re
 
 
 def train_safely(trainable: Trainable, batches: Batches, validate: Validate, recipe: Recipe) -> Trained:
-    """Train, and train again from the base with the next smaller step size if the loss rose above the base.
+    """Train. If the loss rose above that of the base, train again from the base with a smaller step size.
 
-    The best attempt on validation counts. Agents do the same with half steps (docs/adr/0030). A step size
-    that suited the tuning seed is too long for other seeds now and then. Without new attempts, a diverged
-    seed would decide a comparison.
+    The attempt with the lowest validation loss counts. The agent does the same with half the step size
+    (docs/adr/0030). A step size that suits the tuning seed is sometimes too large for another seed. Without
+    new attempts, one diverged seed would decide a comparison.
     """
     best = train(trainable, batches, validate, recipe)
     attempts, rose = 1, best.rose
@@ -135,12 +141,12 @@ def train_safely(trainable: Trainable, batches: Batches, validate: Validate, rec
         trained = train(trainable, batches, validate, recipe)
         attempts, rose = attempts + 1, trained.rose
         best = min(best, trained, key=lambda one: one.loss)
-        del trained  # its values are as large as all weights where these are trained
+        del trained  # with `full`, its values take as much memory as the model
     return replace(best, attempts=attempts)
 
 
 def _zeroth_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Iterator[NDArray[np.float32]]:
-    """Yield states of the lattice, step by step."""
+    """Yield the values after each step."""
     header = _header(trainable, batches, recipe)
     s_K = np.zeros(trainable.k, dtype=np.int64)
     for step in range(recipe.steps):
@@ -158,7 +164,10 @@ def _zeroth_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Ite
 
 
 def _header(trainable: Trainable, batches: Batches, recipe: Recipe) -> LogHeader:
-    """The header of the run: epsilon by its norm, the step size from the size of the first gradients."""
+    """Return the header of the run.
+
+    Epsilon follows from `EPSILON_NORM`, and the learning rate from the projected gradients at the base.
+    """
     epsilon = EPSILON_NORM / math.sqrt(trainable.k)
     header = _plain_header(trainable, recipe, epsilon=epsilon, learning_rate=1.0, exponent=0)
     probe = Descent(header=replace(header, estimator=EstimatorKind.FORWARD), w_base_K=trainable.base_K)
@@ -200,7 +209,7 @@ def _plain_header(
 
 
 def _first_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Iterator[NDArray[np.float32]]:
-    """Run AdamW on the flat vector. Its weight decay is 0, as for the papers' references."""
+    """Run AdamW on the flat vector, without weight decay as in the papers. Yield each step's values."""
     values_K = torch.from_numpy(trainable.base_K.copy()).requires_grad_(True)
     optimizer = torch.optim.AdamW([values_K], lr=recipe.step_factor * 1e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -1,15 +1,16 @@
-"""Equal chances for every method: the same number of trials on a logarithmic grid, extended at its edges.
+"""Search for the step factor of a method. All methods have the same grid and the same number of trials.
 
-Random masks want a step some hundred times larger than sensitive ones. One fixed step size would fake the
-claim that sensitive ones are better. So each method gets `trials` step factors around its natural one. While
-the best lies on an edge, the grid grows there, at most `extensions` times. Reports say how many trials a
-method took. Tuning seeds and reporting seeds never meet.
+Random masks need a step some hundred times larger than sensitive ones. With one fixed step size, sensitive
+masks would seem better than they are. So each method tries `trials` step factors around its natural step
+size. While the best factor is at an edge of the logarithmic grid, the grid grows there, at most by
+`extensions` factors. Tuning seeds are never reporting seeds.
 
-A step size at the edge of stability is good or bad by the seed. With several tuning seeds, the first one
-finds the best factor and its neighbours. Among these, the lowest median over all seeds wins. The median is of
-the losses that a reported run would keep: a run that rose above the base begins anew with the next smaller
-step (`training.train_safely`). With one seed this makes no difference inside the grid, because the lowest
-loss of single runs is also the lowest of runs that begin anew.
+At the edge of stability, a step size is good for one seed and bad for another. If there are several tuning
+seeds, the first one finds the best factor and its neighbours. Of these, the factor with the lowest median
+over all seeds wins. The median is taken over the losses that a reported run would keep. Such a run starts
+again with the next smaller step if its loss rose above that of the base (`training.train_safely`). With one
+seed this makes no difference inside the grid: the lowest loss of single runs is also the lowest loss of runs
+with further attempts.
 """
 
 import math
@@ -21,21 +22,25 @@ from permille.errors import InputError
 
 GRID_FACTOR = math.sqrt(10)
 TIE = 1e-5
-"""Relative difference of losses below which the shorter step is taken: a run that fell back to it has its
-loss, but for rounding."""
+"""Relative difference of losses below which the smaller step factor wins.
+
+A run that falls back to a smaller factor keeps that factor's loss, except for rounding.
+"""
 
 MAX_ATTEMPTS = 3
-"""How often a reported run is begun at most; each time with the next smaller step of the grid."""
+"""Largest number of attempts of a reported run. Each attempt takes the next smaller step of the grid."""
 
 TUNING_SEED_OFFSET = 1_000_000
-"""Reporting seeds are below it."""
+"""All reporting seeds are below this number, and all tuning seeds are at or above it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run from the base: its best validation loss (NaN if there is none).
+    """One run from the base.
 
-    It also says whether a reported run would begin anew after it.
+    Attributes:
+        loss: best validation loss, NaN if there is none.
+        rose: True if a reported run would start again after this run.
     """
 
     loss: float
@@ -43,19 +48,19 @@ class Trial:
 
 
 Run = Callable[[float], Trial]
-"""Trains with a step factor."""
+"""Trains with a step factor and returns the trial."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The step factor that won, and the trials' validation losses by power of `GRID_FACTOR`.
+    """The chosen step factor, and the trials' validation losses by power of `GRID_FACTOR`.
 
     Attributes:
-        losses: of the first tuning seed's single runs.
-        medians: over all tuning seeds, of what reported runs would keep that begin with this power; of the
-            powers that the other seeds tried too.
-        runs: every trial, by tuning seed and power: also those below the grid that runs would fall back to.
-        on_edge: the best is still at an end of the grid: the number of extensions was not enough.
+        losses: losses of single runs with the first tuning seed.
+        medians: medians over all tuning seeds of the losses that reported runs would keep. Only for powers
+            that all seeds tried; empty if there is one tuning seed.
+        runs: every trial, by tuning seed and power. Powers below the grid are those that runs fall back to.
+        on_edge: True if the best factor is at an edge of the grid, so there were too few extensions.
     """
 
     step_factor: float
@@ -66,17 +71,17 @@ class Tuned:
 
 
 def tune(run: Run, *others: Run, trials: int = 3, extensions: int = 4) -> Tuned:
-    """Find the step factor of the lowest validation loss.
+    """Find the step factor with the lowest validation loss.
 
     Args:
-        run: of the first tuning seed.
-        others: of further tuning seeds, which try the best and its neighbours, and go on as long as a
-            neighbour is better.
-        trials: odd; powers from `-(trials // 2)` to `trials // 2`.
-        extensions: how many powers may be added to them.
+        run: trains with the first tuning seed.
+        others: train with the further tuning seeds. They try the best factor and its neighbours, and
+            continue while a neighbour is better.
+        trials: number of first powers, odd and at least 3: from `-(trials // 2)` to `trials // 2`.
+        extensions: largest number of powers that may be added.
 
     Raises:
-        InputError: an even number of trials, or none of them gave a finite loss.
+        InputError: `trials` is even or below 3, or no trial had a finite loss.
     """
     if trials < 3 or trials % 2 == 0:
         raise InputError(f"expected an odd number of trials, got {trials}")
@@ -109,19 +114,19 @@ def tune(run: Run, *others: Run, trials: int = 3, extensions: int = 4) -> Tuned:
 
 
 class _Seed:
-    """The runs of one tuning seed, each once."""
+    """The runs of one tuning seed. Each power runs once."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.known: dict[int, Trial] = {}
 
     def loss(self, power: int) -> float:
-        """Of one run."""
+        """Return the loss of one run, infinity if it is not finite."""
         loss = self._at(power).loss
         return loss if math.isfinite(loss) else math.inf
 
     def kept(self, power: int) -> float:
-        """The loss that a reported run would keep: the best of its attempts."""
+        """Return the loss that a reported run would keep, the lowest of its attempts."""
         best = math.inf
         for attempt in range(MAX_ATTEMPTS):
             best = min(best, self.loss(power - attempt))
@@ -138,7 +143,10 @@ class _Seed:
 def _by_median(
     seeds: list[_Seed], chosen: int, losses: dict[int, float], medians: dict[int, float], limit: int
 ) -> int:
-    """The power whose median is below its neighbours'; adds to losses (at most `limit`) and medians."""
+    """Return the power with the lowest median, after its neighbours were tried too.
+
+    Add what was tried to `losses` (at most `limit` powers) and `medians`.
+    """
     while True:
         for power in (chosen - 1, chosen, chosen + 1):
             if power not in medians and (power in losses or len(losses) < limit):
