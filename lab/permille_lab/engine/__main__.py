@@ -1,11 +1,12 @@
-"""Time and memory of a training step, beside dense passes, bitsandbytes and MeZO: `make bench-engine`.
+"""Compare a training step with dense passes, bitsandbytes and MeZO in time and memory: `make bench-engine`.
 
-    python -m permille_lab.engine                           steps, memory, decoding: 20 minutes on two cores
+    python -m permille_lab.engine                           all figures: 20 minutes on two cores
     python -m permille_lab.engine --layers 22 --figure step
     python -m permille_lab.engine --figure gradient --with-7B    needs 4 GB of disk
 
-Packages are random, in the shapes of real models; without `--layers` a 1.1B model has 4 of its 22. Finished
-cells are not measured again: delete their lines to begin anew, on another machine all of them.
+Packages have random codes and the shapes of real models. Without `--layers`, the 1.1B model has 4 of its 22
+layers. Finished cells are not measured again. To repeat a cell, delete its line in the results file. On
+another machine, delete all lines.
 """
 
 import sys
@@ -29,13 +30,15 @@ _GRADIENT = "gradient"
 
 
 def main() -> int:
-    """Measure what is missing."""
+    """Measure the missing cells."""
     parser = settings_parser(__doc__, "engine")
-    parser.add_argument("--figure", choices=[*_FIGURES, _GRADIENT], action="append", help="only these")
-    parser.add_argument("--layers", type=int, default=4, help="of the 1.1B shape, which has 22")
-    parser.add_argument("--tokens", type=int, default=64, help="of each of 16 sequences")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--with-7B", action="store_true", help="memory of a step along the gradient at 7B")
+    parser.add_argument(
+        "--figure", choices=[*_FIGURES, _GRADIENT], action="append", help="measure only these"
+    )
+    parser.add_argument("--layers", type=int, default=4, help="layers of the 1.1B shape, which has 22")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each of the 16 sequences")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of each measurement")
+    parser.add_argument("--with-7B", action="store_true", help="also the memory of a gradient step at 7B")
     options = parser.parse_args()
     cells = Cells(options.cells)
     for shape, layers in (("30M", None), ("1.1B", options.layers)):

@@ -1,10 +1,15 @@
-"""Tokens a second with the overlay and without it, and llama.cpp's of the same shape, one after the other.
+"""Measure tokens per second with the overlay, without it, and with llama.cpp.
 
-Without: a package of the same shape in which each matrix has a single masked weight, since none at all is no
-package. llama.cpp has the int4 package as Q4_0, where it is installed (`make test-llama-cpp`). Greedy, with a
-key-value cache in float32, after a prompt that is not timed. Of one thread the seconds are the processor's,
-which others who use the machine spoil less; of more the clock's. Of a token with the overlay also what each
-kernel takes, and what the interpreter takes between them.
+The contenders take turns:
+
+- `overlay`: an NF4 package with a density of 0.001
+- `bare`: the same shape with one masked weight in each matrix, the least that a package can have
+- `int4`: the same shape and density with int4 codes
+- `llama.cpp`: the int4 package as Q4_0, if llama.cpp is installed (`make test-llama-cpp`)
+
+Decoding is greedy. Our engine has a key-value cache in float32. The prompt is not timed. With one thread,
+times are processor seconds, since other load on the machine disturbs these less. With more threads, they are
+wall-clock seconds. For a token of `overlay`, the time of each kernel and of the interpreter is also measured.
 """
 
 import importlib.util
@@ -35,7 +40,7 @@ Clock = Callable[[], float]
 
 
 def measure(folder: Path, sizes: Sizes) -> Result:
-    """All contenders in interleaved rounds."""
+    """Measure all contenders in interleaved rounds."""
     before = machine()
     packages = {
         "overlay": sizes.package(folder),
@@ -64,7 +69,7 @@ def measure(folder: Path, sizes: Sizes) -> Result:
 
 
 def _profile(tokens: Callable[[], Iterator[float]], clock: Clock) -> dict[str, float]:
-    """Milliseconds of a token by kernel, with the handing over of its arguments, and in the interpreter."""
+    """Return the milliseconds of a token by kernel, with its call from Python, and in the interpreter."""
     spent: dict[str, float] = defaultdict(float)
     call = Library.call
 
@@ -86,7 +91,7 @@ def _profile(tokens: Callable[[], Iterator[float]], clock: Clock) -> dict[str, f
 
 
 def token_seconds(engine: Engine, package: Package, clock: Clock) -> Iterator[float]:
-    """Yield the seconds of each token of a greedy text but the first."""
+    """Yield the seconds of each token of a greedy text, except the first."""
     stream = engine.generate(package.values(), _prompt(package), TokenSampling(max_new_tokens=_TOKENS + 1))
     yield from _after_the_first(stream, clock)
 
@@ -94,7 +99,7 @@ def token_seconds(engine: Engine, package: Package, clock: Clock) -> Iterator[fl
 def llama_cpp_seconds(
     file: Path, package: Package, threads: int, clock: Clock = time.perf_counter
 ) -> Iterator[float]:
-    """Yield the seconds of each token that llama.cpp makes of a GGUF file, but of the first."""
+    """Yield the seconds of each token that llama.cpp generates from a GGUF file, except the first."""
     from permille_lab.exports.llama_cpp import LlamaCpp
 
     with LlamaCpp(file, context=_PROMPT + 2 * _TOKENS, threads=threads) as peer:
@@ -116,7 +121,7 @@ def _prompt(package: Package) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 def _after_the_first(stream: Iterator[int], clock: Clock) -> Iterator[float]:
-    """Seconds of each token but the first, which the prompt is part of."""
+    """Yield the seconds of each token, except the first. The time of the first contains the prompt."""
     next(stream)
     begin = clock()
     for _ in stream:

@@ -1,14 +1,20 @@
-"""Check and time the torch engine on a device: `make gpu`, or small on a CPU by `make gpu DEVICE=cpu`.
+"""Check and time the torch engine on a device: `make gpu`, or small shapes on a CPU: `make gpu DEVICE=cpu`.
 
     python -m permille_lab.engine.device --device cuda
 
-In this order: the tests that name the device, NF4 codes by bitsandbytes beside ours, Fisher scores beside a
-CPU's, then steps of the shapes of real models. A step is the losses of 2q variants of one row of 128 tokens,
-in one call or variant by variant, or one gradient. Packages are of random codes: no float copy exists at any
-time. Embedding and head have 8 bits.
+These are the cells, in this order:
 
-A CPU steps through the shape of SmolLM2-135M. Of a 7B model it has one layer and two, from which the page
-computes what all 32 hold: layers are alike, and a forward pass holds one layer's activations at a time.
+1. Run the tests that have the device in their name.
+2. Compare NF4 codes of bitsandbytes with ours.
+3. Compare Fisher scores with those of a CPU.
+4. Time steps in the shapes of real models. A step computes the losses of 2q variants of one row of 128 or 32
+   tokens, in one call or one by one, or one gradient.
+
+Packages have random codes, so a float copy of the weights never exists. Embedding and head have 8 bits.
+
+A CPU measures the shape of SmolLM2-135M, and one and two layers of a 7B model. From these the page computes
+the memory of all 32 layers: all layers have equal sizes, and a forward pass holds the activations of only one
+layer at a time.
 
 Finished cells are not measured again. The exit status is 1 if anything failed or disagreed.
 """
@@ -55,7 +61,7 @@ _MATRICES = ((576, 1536), (4096, 4096), (11008, 4096))
 
 
 def conformance(device: str) -> Result:
-    """The tests whose name has the device in it, of engine, layers and scores."""
+    """Run the tests of engine, layers and scores that have the device in their name."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-n0", "-q", "-k", device, f"--junitxml={report}"]
@@ -66,7 +72,7 @@ def conformance(device: str) -> Result:
 
 
 def quantization(device: str) -> Result:
-    """Random matrices coded by bitsandbytes on the device and by us: codes, scales and decoded bits."""
+    """Quantize random matrices by bitsandbytes on the device and by us. Compare the bits of the results."""
     found: dict[str, Any] = {}
     for rows, columns in _MATRICES:
         w_NK = np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float32)
@@ -86,7 +92,7 @@ def quantization(device: str) -> Result:
 
 
 def fisher(device: str, shape: str) -> Result:
-    """Scores and mask of a model with random weights, on the device and on a CPU."""
+    """Compare scores and mask of a model with random weights between the device and a CPU."""
     config = dict(SHAPES[shape].config())
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
@@ -109,7 +115,7 @@ def fisher(device: str, shape: str) -> Result:
 
 
 def steps(folder: Path, sizes: Sizes, device: str, dtype: str, queries: tuple[int, ...]) -> Result:
-    """Times and memory of the steps of one shape."""
+    """Measure times and memory of the steps of one shape."""
     before = machine()
     package = sizes.package(folder)
     engine = TorchEngine(package, device=device, compute_dtype=dtype, threads=sizes.threads)
@@ -140,9 +146,9 @@ def _one_by_one(engine: TorchEngine, values_VK: np.ndarray[Any, np.dtype[np.floa
 
 
 def _above_bytes(device: str, step: Step) -> int:
-    """The most that a step holds beside the model."""
+    """Return the peak bytes of a step above the model."""
     if device == "cpu":
-        ctypes.CDLL(None).malloc_trim(0)  # or the step takes what an earlier one has freed
+        ctypes.CDLL(None).malloc_trim(0)  # else memory that an earlier step freed is reused and not counted
         held = resident()["RssAnon"]
         with AnonymousPeak() as peak:
             step()
@@ -158,7 +164,7 @@ def _named(device: str) -> str:
 
 
 def agrees(figure: str, result: Result) -> bool:
-    """Return whether a cell says that the device does what it must."""
+    """Return True if the result of a cell is as required."""
     match figure:
         case "conformance":
             return bool(result["tests"]) and not result["failures"] + result["errors"]
@@ -174,7 +180,7 @@ def agrees(figure: str, result: Result) -> bool:
 
 
 def plan(folder: Path, device: str, threads: int, rounds: int) -> list[Cell]:
-    """All cells of a device."""
+    """Return all cells of a device."""
     is_cpu = device == "cpu"
     shape = "tiny" if is_cpu else "135M"
     cells: list[Cell] = [
@@ -198,7 +204,7 @@ def plan(folder: Path, device: str, threads: int, rounds: int) -> list[Cell]:
 
 
 def main() -> int:
-    """Measure what is missing."""
+    """Measure the missing cells."""
     parser = settings_parser(__doc__, "device")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=3)

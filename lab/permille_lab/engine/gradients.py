@@ -1,8 +1,7 @@
-"""A training step along the gradient beside a forward pass of the same tokens, in a fresh process.
+"""Compare a training step along the gradient with a forward pass of the same tokens, in a fresh process.
 
-`against forward` is of processor seconds. What a step does beside the engine's reverse pass (Adam, the
-projection on Q groups, the state) is timed apart: it is so little that whole steps could not tell it. With no
-rounds a single step is made, for its memory alone.
+Times are processor seconds. The rest of a step (Adam and the state) is timed separately, because it is too
+short to be seen in the time of whole steps. If `rounds` is 0, one step runs and only its memory is measured.
 """
 
 import argparse
@@ -29,10 +28,10 @@ from permille_lab.measuring.machine import AnonymousPeak, machine, resident, tim
 
 
 def measure(folder: Path, sizes: Sizes) -> Result:
-    """One child process.
+    """Measure in a child process.
 
     Raises:
-        InputError: it failed.
+        InputError: the child process failed.
     """
     package = sizes.package(folder)
     options = {"folder": folder, "digest": package.digest, "sizes": json.dumps(asdict(sizes))}
@@ -46,7 +45,7 @@ def measure(folder: Path, sizes: Sizes) -> Result:
 
 
 class GradientStep:
-    """A step of a run from the package's own values."""
+    """The part of a gradient step that is not the engine's, in a run from the package's values."""
 
     def __init__(self, package: Package) -> None:
         self._w_base_K, self._rate = package.values(), learning_rate(package)
@@ -54,11 +53,15 @@ class GradientStep:
         self._moments = Moments.first(package.k, np.zeros(package.k, np.int64))
 
     def values(self) -> np.ndarray:
-        """The values at which the gradient is taken, float32 [k]."""
+        """Return the values for the next gradient, float32 [k]."""
         return values(self._w_base_K, self._moments.s_K, self._exponent)
 
     def move(self, loss: float, gradient_K: np.ndarray) -> None:
-        """All of the step that is not the engine's."""
+        """Move the state along the gradient.
+
+        Raises:
+            InputError: the step was rejected.
+        """
         self._moments = adam_step(
             self._moments, loss, gradient_K, rate=self._rate, step_unit_exponent=self._exponent
         )
@@ -98,7 +101,7 @@ def _child() -> None:
 def _times(
     package: Package, engine: LightEngine, batch: Batch, gradient_K: np.ndarray, rounds: int
 ) -> Result:
-    """Medians of processor seconds; both passes were made before, or are made once unmeasured."""
+    """Return medians of processor seconds. Both passes ran once before, so that they are warm."""
     one_1K = package.values()[None]
     engine.losses(one_1K, batch)
     forward, reverse = [], []

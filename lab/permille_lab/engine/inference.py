@@ -1,15 +1,18 @@
-"""Time and memory of a step by an inference engine, beside ours, torch and plain passes, in one run.
+"""Compare ExecuTorch's time and memory of a step with our engine, torch and dense passes.
 
-    python -m permille_lab.engine.inference     25 minutes for random packages, most of them exports
+    python -m permille_lab.engine.inference     25 minutes for random packages, mostly for exports
     python -m permille_lab.engine.inference --shape SmolLM2-135M
 
-SmolLM2 is the model itself, with a mask of Fisher scores; it needs PERMILLE_DATA and `make smollm2`.
+For SmolLM2, the package is of the real model, with a mask by Fisher scores. It needs PERMILLE_DATA and `make
+smollm2`. All shapes need the installation of `make test-executorch`.
 
-A step is the losses of two variants (SPSA, one query). *Dual* makes one pass over the weights, *sequential*
-one for each variant; dense float32 is two plain passes of torch without sparse values, bitsandbytes two of
-4-bit codes. Times are medians of interleaved rounds in one process, processor time of one thread: others may
-use the machine. Memory is the peak of a fresh process, its mapped package or program included. Needs what
-`make test-executorch` installs.
+A step computes the losses of two variants (SPSA, one query). *Dual* programs make one pass over the weights,
+*sequential* ones a pass for each variant. Dense float32 means two passes of torch without sparse values, and
+bitsandbytes two passes over 4-bit codes.
+
+Times are medians of interleaved rounds in one process. They are processor seconds of one thread, since other
+load on the machine disturbs these less. Memory is the peak of a fresh process, with its mapped package or
+program.
 """
 
 import argparse
@@ -45,7 +48,7 @@ from permille_lab.measuring.model_packages import (
 DENSE, TORCH_DUAL, BITSANDBYTES = "dense float32, two passes", "torch, dual", "bitsandbytes, two passes"
 _PROGRAMS = (("float32", "dual", 2), ("float32", "sequential", 1), ("int4", "dual", 2))
 SMOLLM2 = "SmolLM2-135M"
-# Shape, layers, sequences, tokens. Rows of 8 tokens are bound by memory, of 64 by arithmetic.
+# Shape, layers, sequences, tokens. Memory limits the speed with 8 tokens, and arithmetic with 64.
 _CELLS: tuple[tuple[str, int | None, int, int], ...] = (
     ("1.1B", 1, 1, 8),
     ("30M", 2, 1, 64),
@@ -55,7 +58,7 @@ _CELLS: tuple[tuple[str, int | None, int, int], ...] = (
 
 
 def measure(folder: Path, sizes: Sizes, *, memory: bool) -> Result:
-    """Times of all contenders, then, if asked for, the memory of each."""
+    """Measure the time of each contender and, if `memory`, its memory."""
     before = machine()
     digests = _packages(folder, sizes)
     steps = {name: _step(folder, sizes, name, digest) for name, digest in digests.items()}
@@ -66,7 +69,7 @@ def measure(folder: Path, sizes: Sizes, *, memory: bool) -> Result:
 
 
 def _packages(folder: Path, sizes: Sizes) -> dict[str, str]:
-    """The inputs of each contender. Programs are made once."""
+    """Return the digest of each contender's package. Programs are exported once and then reused."""
     from permille.engines.executorch.exporting import export_program
 
     package = _package(folder, sizes, Scheme.INT4)
@@ -89,7 +92,7 @@ def _packages(folder: Path, sizes: Sizes) -> dict[str, str]:
 def _package(folder: Path, sizes: Sizes, scheme: Scheme) -> Package:
     if sizes.shape != SMOLLM2:
         return sizes.package(folder, scheme)
-    # Imported here: the memory of a process that only runs a step is measured.
+    # Imported here, because it must not count in the memory of a process that only runs a step.
     from permille.models.gguf.folder import model_folder
 
     model = model_folder(SMOLLM2_FILE, folder)
@@ -98,13 +101,13 @@ def _package(folder: Path, sizes: Sizes, scheme: Scheme) -> Package:
         model.name,
         folder,
         scheme=scheme,
-        # bitsandbytes reads no table in 8 bits.
+        # bitsandbytes cannot read embeddings in 8 bits.
         embeddings=Embeddings.SOURCE if scheme is Scheme.NF4 else Embeddings.Q8_0,
     )
 
 
 def _step(folder: Path, sizes: Sizes, name: str, digest: str) -> Step:
-    """A step of a contender, everything that it needs opened."""
+    """Open what a contender needs, and return its step."""
     package = Package.open(BlobFolder(folder / "blobs"), digest)
     batch, values_VK = sizes.batch(package), _variants(package)
     if name == TORCH_DUAL:
@@ -167,7 +170,7 @@ def _child(order: dict[str, Any]) -> None:
 
 
 def installed_bytes() -> dict[str, int]:
-    """Return the disk space of the distributions that an engine needs, without their dependencies."""
+    """Return the disk space of the distributions that engines need, without their dependencies."""
     found = {name: _size(metadata.distribution(name)) for name in ("torch", "executorch", "bitsandbytes")}
     wheel = Path(str(metadata.distribution("executorch").locate_file("executorch")))
     found["executorch's runtime"] = sum(path.stat().st_size for path in (wheel / "lib").glob("*.so"))
@@ -181,11 +184,13 @@ def _size(distribution: metadata.Distribution) -> int:
 
 
 def main() -> int:
-    """Measure what is missing."""
+    """Measure the missing cells."""
     parser = settings_parser(__doc__, "inference")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--shape", choices=sorted({cell[0] for cell in _CELLS}), help="only this one")
+    parser.add_argument(
+        "--shape", choices=sorted({cell[0] for cell in _CELLS}), help="measure only this shape"
+    )
     options = parser.parse_args()
     if options.child:
         _child(json.loads(options.child))

@@ -1,8 +1,8 @@
-"""Peak resident memory of a training step, each contender in a fresh process.
+"""Peak resident memory of a training step. Each contender runs in a fresh process.
 
-Above the package: the peak less the bytes of the package, whose pages are mapped and resident once touched,
-though a machine short of memory may drop them and read them again. bitsandbytes loads a copy, not a map: for
-it the package is part of the anonymous peak.
+`above_package_bytes` is the peak minus the bytes of the package. The package is mapped: a page is resident
+after its first use, and a machine that is short of memory can drop it and read it again. bitsandbytes does
+not map the package but loads a copy, so its anonymous peak contains the package.
 """
 
 import argparse
@@ -29,25 +29,25 @@ _FIRST_ORDER = {
     "first order, LoRA of rank 16": False,
     "first order, LoRA-FA of rank 16": True,
 }
-"""Whether A is frozen; None: no adapter."""
+"""First-order contenders. The value says whether LoRA's A is frozen; None means no adapter."""
 _ENGINES = {"permille light float32": LIGHT, "permille light-int8 on int4": LIGHT_INT8}
 
 
 def measure(folder: Path, sizes: Sizes) -> Result:
-    """Our engines and bitsandbytes, by losses alone."""
+    """Measure steps by losses, of our engines and of bitsandbytes."""
     return _measured(folder, sizes, (*_ENGINES, _BITSANDBYTES))
 
 
 def measure_first_order(folder: Path, sizes: Sizes) -> Result:
-    """Ours beside backpropagation in float32: one step of descent without moments."""
+    """Measure our step, and steps of gradient descent in float32 by backpropagation, without moments."""
     return _measured(folder, sizes, ("permille light float32", *_FIRST_ORDER))
 
 
 def _measured(folder: Path, sizes: Sizes, contenders: Sequence[str]) -> Result:
-    """One child process after the other.
+    """Measure each contender in a child process.
 
     Raises:
-        InputError: one failed.
+        InputError: a child process failed.
     """
     before = machine()
     found = {}
@@ -71,7 +71,7 @@ def _measured(folder: Path, sizes: Sizes, contenders: Sequence[str]) -> Result:
 
 
 def _child() -> None:
-    """A step of a contender; prints bytes and seconds. What it does not need is not imported."""
+    """Run a step of a contender, and print bytes and seconds. Import only what the contender needs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--digest", required=True)
@@ -118,7 +118,7 @@ def _child() -> None:
 
 
 def _descent(model: Any, batch: Batch, *, frozen_a: bool | None) -> Step:
-    """A step of all weights, or of adapters on all linear layers."""
+    """Return a step that trains all weights, or adapters on all linear layers."""
     import torch
 
     from permille_lab.measuring.dense import mean_loss

@@ -1,4 +1,4 @@
-"""Whole training steps of our engines: directions, passes, update; what is not forward is counted apart."""
+"""Whole training steps of our engines: directions, passes and update. The engine's time is also measured."""
 
 import time
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ EPSILON_NORM = 0.5
 
 @dataclass(slots=True)
 class Metered:
-    """An engine for steps that counts the seconds spent in it."""
+    """An engine that measures the seconds spent in it, and keeps the last losses."""
 
     engine: Engine
     seconds: float = 0.0
@@ -27,11 +27,11 @@ class Metered:
 
     @property
     def k(self) -> int:
-        """Masked weights."""
+        """Number of masked weights."""
         return self.engine.k
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """As the engine."""
+        """Return the losses of the engine."""
         begin = time.perf_counter()
         losses_V = self.engine.losses(values_VK, batch)
         self.seconds += time.perf_counter() - begin
@@ -39,7 +39,7 @@ class Metered:
         return losses_V
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """As the engine."""
+        """Return loss and gradient of the engine."""
         begin = time.perf_counter()
         loss, gradient_K = differentiable(self.engine).gradient(values_K, batch)
         self.seconds += time.perf_counter() - begin
@@ -48,7 +48,7 @@ class Metered:
 
 
 class EngineStep:
-    """Calling it makes the next training step of a run from the package's own values."""
+    """Training steps of a run from the package's values. Each call is the next step."""
 
     def __init__(
         self,
@@ -80,9 +80,10 @@ class EngineStep:
         )
 
     def __call__(self) -> None:
-        """
+        """Make the next step.
+
         Raises:
-            InputError: the step was rejected: its time would be that of something else.
+            InputError: the step was rejected, so its time is not that of a usual step.
         """
         begin = time.perf_counter()
         record = take_step(
@@ -101,7 +102,7 @@ class EngineStep:
 
     @property
     def rest_share(self) -> float:
-        """Share of all steps' time that was not spent in the engine."""
+        """Share of the time of all steps that was not spent in the engine."""
         return 1 - self._meter.seconds / self._total_s
 
     @property

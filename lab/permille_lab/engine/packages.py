@@ -1,6 +1,6 @@
-"""Packages of each scheme, beside an NF4 one: bytes, passes, gradients, decoding.
+"""Compare packages of each scheme with NF4: bytes, forward passes, gradients, decoding.
 
-All contenders take turns, in seconds of the processor. Codes are random: which they are matters little to the
+All contenders take turns. Times are processor seconds. Codes are random, since their values hardly change the
 time.
 """
 
@@ -22,12 +22,15 @@ from permille_lab.measuring.machine import machine
 
 
 def measure_schemes(folder: Path, sizes: Sizes) -> Result:
-    """All schemes, NF4 first."""
+    """Measure all schemes. The first one is NF4."""
     return _measure({scheme.value: sizes.package(folder, scheme) for scheme in Scheme}, sizes)
 
 
 def _measure(packages: dict[str, Package], sizes: Sizes) -> Result:
-    """Ratios of every round to the first package's, of the median."""
+    """Return the bytes and median times of all packages, and their ratios to the first package.
+
+    A ratio is the median over rounds of the ratios within a round.
+    """
     before, first = machine(), next(iter(packages))
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in packages}
     contenders = {name: _Contender(package, sizes) for name, package in packages.items()}
@@ -65,7 +68,7 @@ class _Contender:
         self._values_K = package.values()
 
     def round(self) -> Iterator[tuple[str, float]]:
-        """Each kind of work once; of a text the median token."""
+        """Time each kind of work once. The time of a token is the median over a text."""
         yield "forward", _took(partial(self._engine.losses, self._values_K[None], self._batch))
         yield "gradient", _took(partial(self._engine.gradient, self._values_K, self._batch))
         yield "token", statistics.median(token_seconds(self._engine, self._package, time.process_time))

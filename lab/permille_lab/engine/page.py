@@ -1,4 +1,4 @@
-"""The tables of the pages about engines, from finished cells."""
+"""Tables of the pages engine.md, inference.md and device.md in docs/results, from finished cells."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ Rows = Iterator[Row]
 
 
 def tables(results: Path) -> dict[str, str]:
-    """By the name that the template has for them."""
+    """Return the tables of engine.md by their names in the template."""
     cells, replays = Cells(results / "engine.jsonl"), Cells(results / "replay.jsonl")
     rows = {
         "steps": _steps(cells),
@@ -111,7 +111,7 @@ def _replays(cells: Cells) -> Rows:
 
 
 def inference_tables(results: Path) -> dict[str, str]:
-    """Those of the page about inference engines."""
+    """Return the tables of inference.md by their names in the template."""
     cells = Cells(results / "inference.jsonl")
     found = cells.of("step")
     rows = [
@@ -136,7 +136,7 @@ def inference_tables(results: Path) -> dict[str, str]:
 
 
 def device_tables(results: Path) -> dict[str, str]:
-    """Those of the page about the torch engine."""
+    """Return the tables of device.md by their names in the template."""
     cells = Cells(results / "device.jsonl")
     steps = cells.of("step")
     return {
@@ -164,7 +164,7 @@ def _checks(cells: Cells) -> Rows:
 
 
 def _device_steps(settings: Settings, result: Result) -> Rows:
-    """On a CPU, which others use too, seconds are the processor's."""
+    """Yield the times of steps. On a CPU they are processor seconds, since other load disturbs these less."""
     unit = "cpu_s" if settings["device"] == "cpu" else "wall_s"
     seconds = {name: step[unit] for name, step in result["steps"].items()}
     for name in seconds:
@@ -193,7 +193,7 @@ def _device_memory(settings: Settings, result: Result) -> Row:
 
 
 def _whole(steps: list[tuple[Settings, Result]]) -> Rows:
-    """All layers of a shape of which one layer and two were counted."""
+    """Yield the memory of all layers, computed from the measurements with one and two layers."""
     found = {settings["layers"]: (settings, result) for settings, result in steps if settings["layers"]}
     if not found.keys() >= {1, 2}:
         return
@@ -216,7 +216,7 @@ def _on_device(settings: Settings) -> Row:
 
 
 def _gradient(settings: Settings, result: Result) -> dict[str, str]:
-    """A step along the gradient; without rounds its memory alone was measured."""
+    """Return the row of a gradient step. Without rounds, only its memory was measured."""
     found = {"batch": _batch(settings)}
     forward = result.get("forward_s")
     found["gradient, forward passes"] = f"{result['gradient_s'] / forward:.2f}" if forward else ""

@@ -1,9 +1,9 @@
-"""Time of an exact replay: 20,000 steps of a 1.1B model's mask (1.1M values). `make bench-replay`.
+"""Measure the time of an exact replay of 20,000 steps and 1.1M values: `make bench-replay`.
 
-Each way of computing (the compiled kernels where they are built, numpy) replays the whole log; all must give
-the same state. `one_by_one_s` is the obvious way, a direction and a multiply-add a step, measured on the
-first 20 steps and scaled up. A second cell is of 1,000 steps of 4,096 groups. Both are in
-lab/results/replay.jsonl.
+The values are those of the mask of a 1.1B model. The compiled kernels, if they are built, and numpy each
+replay the whole log. All states must be equal. `one_by_one_s` is the time of the simple algorithm, which
+makes a direction and a multiply-add for each step. It is measured on the first 20 steps and scaled up. A
+second cell has 1,000 steps of 4,096 groups. Both cells are in lab/results/replay.jsonl.
 """
 
 import json
@@ -35,7 +35,11 @@ GROUPS, GROUP_STEPS = 4096, 1000
 
 
 def make_header(steps: int, values: int, groups: int = 0) -> LogHeader:
-    """A log as a phone would keep it: 22 layers of 7 tensors, k spread over them; of signs without groups."""
+    """Return the header of a log for 22 layers of 7 tensors, with the values spread over the tensors.
+
+    Args:
+        groups: number of groups of weights. If 0, directions consist of signs.
+    """
     share, rest = divmod(values, TENSORS)
     return LogHeader(
         package_digest="sha256:" + "0" * 64,
@@ -54,7 +58,7 @@ def make_header(steps: int, values: int, groups: int = 0) -> LogHeader:
 
 
 def measure(steps: int, values: int, threads: list[int]) -> Result:
-    """Every way of computing, and the log's size and times."""
+    """Measure the replay by kernels and by numpy, and the log's size and times."""
     header = make_header(steps, values)
     coefficients_T = np.rint(np.random.default_rng(0).normal(0, 1024, steps)).astype(int).tolist()
     records = [StepRecord(step=step, coefficients=(c,), loss=0.0) for step, c in enumerate(coefficients_T)]
@@ -82,7 +86,7 @@ def measure(steps: int, values: int, threads: list[int]) -> Result:
 
 
 def measure_groups(steps: int, values: int, groups: int, threads: list[int]) -> Result:
-    """The kernels alone: numpy is held to them by the tests."""
+    """Measure the replay of groups by the kernels. Tests compare them with numpy."""
     header = make_header(steps, values, groups)
     coefficients_TQ = np.rint(np.random.default_rng(0).normal(0, 64, (steps, groups))).astype(np.int64)
     replay_s, digests = {}, set()
@@ -116,7 +120,7 @@ def _way(header: LogHeader, coefficients_TQ: NDArray[np.int64], threads: list[in
 
 
 def _one_by_one(header: LogHeader, coefficients_T: list[int]) -> NDArray[np.int64]:
-    """Replay as a device's trainer would do it."""
+    """Replay step by step, as a training run moves the state."""
     s_K = np.zeros(header.k, dtype=np.int64)
     for step, c in enumerate(coefficients_T):
         add_scaled(
@@ -134,7 +138,7 @@ def _timed(function: Callable[[], T]) -> tuple[T, float]:
 
 
 def main() -> None:
-    """Measure, keep and print."""
+    """Measure the missing cells and print all results."""
     parser = settings_parser(__doc__, "replay")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--values", type=int, default=1_100_000)

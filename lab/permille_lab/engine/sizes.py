@@ -1,4 +1,4 @@
-"""A cell of the engine's benchmarks: a package of random codes and a batch of random tokens."""
+"""Inputs of the engine's benchmarks: a package of random codes and a batch of random tokens."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,12 +15,12 @@ from permille_lab.measuring.random_packages import SHAPES, random_package
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The model's shape, the batch's, and how it is measured.
+    """The shapes of the model and the batch, and the options of the measurement.
 
     Attributes:
-        layers: fewer layers than the shape has; None: all.
-        rounds: how often everything is measured.
-        tables: how the embedding and the head are stored.
+        layers: number of layers, None for all layers of the shape.
+        rounds: number of repetitions of each measurement.
+        tables: format of the embedding and the head.
     """
 
     shape: str
@@ -32,7 +32,10 @@ class Sizes:
     tables: Embeddings = Embeddings.SOURCE
 
     def settings(self) -> dict[str, Any]:
-        """Name the cell. Earlier cells, all of `SOURCE`, do not name their tables."""
+        """Return the settings that identify the cell.
+
+        `tables` is left out if it is `SOURCE`, since older results do not have the key.
+        """
         found = asdict(self)
         if self.tables is Embeddings.SOURCE:
             del found["tables"]
@@ -46,10 +49,10 @@ class Sizes:
         upper_half: bool = False,
         density: float = 0.001,
     ) -> Package:
-        """The random package, made once.
+        """Return the random package. It is made once and then reused.
 
         Args:
-            upper_half: only these layers have masked weights.
+            upper_half: if True, only the upper half of the layers has masked weights.
         """
         shape = SHAPES[self.shape].with_layers(self.layers)
         first = shape.layers // 2 if upper_half else 0
@@ -63,7 +66,7 @@ class Sizes:
         )
 
     def batch(self, package: Package) -> Batch:
-        """Full rows of random tokens; every token but the first of a row is a target."""
+        """Return full rows of random tokens. Every token except the first of a row is a target."""
         shape = (self.sequences, self.tokens)
         target_BT = np.ones(shape, bool)
         target_BT[:, 0] = False

@@ -1,8 +1,8 @@
-"""A training step beside two dense forward passes, bitsandbytes and MeZO, in interleaved rounds.
+"""Compare a training step with two dense forward passes, bitsandbytes and MeZO, in interleaved rounds.
 
-A step of ours is a whole one: two variants of the sparse values (SPSA, one query), directions and update.
-Dense and bitsandbytes make two forward passes of the same tokens with losses at the same positions, and no
-update. MeZO moves all weights four times, with noise made again each time, and makes two forward passes.
+Our steps are complete: two variants of the sparse values (SPSA, one query), directions and update. Dense and
+bitsandbytes make two forward passes of the same tokens, with losses at the same positions, and no update.
+MeZO makes two forward passes and moves all weights four times, with newly generated noise each time.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ _LOOP_ENGINES = (
 
 
 def measure_steps(folder: Path, sizes: Sizes) -> Result:
-    """All contenders in float32, and ours with 8-bit activations on int4."""
+    """Measure all contenders in float32, and our engine with 8-bit activations on int4."""
     before = machine()
     torch.set_num_threads(sizes.threads)
     package = sizes.package(folder)
@@ -76,7 +76,7 @@ def measure_steps(folder: Path, sizes: Sizes) -> Result:
 
 
 def measure_queries(folder: Path, sizes: Sizes) -> Result:
-    """Eight queries a step: finite differences and exact derivatives, beside a step of one."""
+    """Measure steps of eight queries, by finite differences and by exact derivatives, and of one query."""
     before = machine()
     package = sizes.package(folder)
     steps: dict[str, Step] = {"spsa, 1 query": _ours(package, sizes, LIGHT)}
@@ -90,9 +90,9 @@ def measure_queries(folder: Path, sizes: Sizes) -> Result:
 
 
 def measure_loops(folder: Path, sizes: Sizes) -> Result:
-    """Variants together beside one after the other: both signs of a query, and the pairs of four queries.
+    """Measure variants in one call and one after the other: both signs of a query, or four queries.
 
-    Losses alone, by package and engine, batch and length; nothing is divided between the queries.
+    Only losses are computed, for several packages, engines and batches.
     """
     before = machine()
     found = {}
@@ -127,7 +127,10 @@ def measure_loops(folder: Path, sizes: Sizes) -> Result:
 
 
 def measure_lower_layers(folder: Path, sizes: Sizes) -> Result:
-    """Steps of a package whose upper half is masked: what is below does not change from step to step."""
+    """Measure steps of a package with masked weights only in the upper half of its layers.
+
+    The outputs of the lower half do not change between steps.
+    """
     before = machine()
     torch.set_num_threads(sizes.threads)
     package = sizes.package(folder, upper_half=True)

@@ -1,18 +1,22 @@
-"""Compare the training of sensitive weights with the papers' claims, on small models: `make evidence`.
+"""Test the papers' claims on sensitive weights with small models: `make evidence`.
 
     python -m permille_lab.evidence --models DIR/stories260K-hf DIR/reference-7M
     python -m permille_lab.evidence --stage table --task text --minutes 60
 
-You can stop it at any time. Each finished cell and each trial of a search is durable in lab/results/evidence.
-The same command continues if the results are of these very models, texts and this version. `python -m
-permille_lab.pages` makes the page.
+You can stop it at any time. Each finished cell and each trial of a search is stored in lab/results/evidence.
+The same command continues, if models, texts and the version of permille are the same. `python -m
+permille_lab.pages` writes the page.
 
-PERMILLE_MODELS names a folder of models, PERMILLE_DATA one of tasks, text and people. `--materials FILE`
-names a TOML file instead, with `models`, `corpus` and `[tasks.<name>]` like a sweep's.
+PERMILLE_MODELS is a folder of models. PERMILLE_DATA is a folder of tasks, text and people. Alternatively,
+`--materials FILE` is a TOML file with `models`, `corpus` and `[tasks.<name>]`, as in the file of a sweep.
 
-Hours of one core with AVX-512, with a quarter of a million weights and with seven million: a table of the
-first task 1.3 and 2.2, of people's text 2.3 and 4.5; fractions 1.0 and 1.3; longer runs 0.7 and 1.3; the
-others less.
+Times in hours of one core with AVX-512, for the model with 260 thousand and the one with 7 million weights:
+
+    table of the first task      1.3    2.2
+    table of people's text       2.3    4.5
+    fractions                    1.0    1.3
+    longer                       0.7    1.3
+    each other stage             less
 """
 
 import argparse
@@ -42,15 +46,15 @@ TASK_FILES = {
     "wsc": {"train": "WSC/train.jsonl", "test": "WSC/val.jsonl"},
 }
 _TWEETS = 4
-"""Of a person: so a test part of 400 is of a hundred people."""
+"""Number of tweets taken from each person. A test part of 400 tweets thus has a hundred people."""
 
 
 class TimeIsUpError(Exception):
-    """No new cell and no new trial of a search may begin."""
+    """The minutes are over: no new cell and no new trial may begin."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, then print what is known. Exit status: 0 done or out of minutes, 1 refused."""
+    """Run the missing cells, then print the verdicts. Exit status: 0 done or out of minutes, 1 refused."""
     options = _parser().parse_args(arguments)
     end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     try:
@@ -60,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {exc}", file=sys.stderr)
         return 1
     except TimeIsUpError:
-        print("the minutes are over; the same command goes on", file=sys.stderr)
+        print("the minutes are over; run the same command to continue", file=sys.stderr)
     print(claims_table(options.folder))
     return 0
 
@@ -68,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(
     materials: Materials, folder: Path, options: argparse.Namespace, progress: Callable[[int, int, str], None]
 ) -> None:
-    """Run every planned sweep that the options ask for.
+    """Run every planned sweep that the options select.
 
     Raises:
-        InputError: a model, a task's file or what a former run left is not as expected.
+        InputError: a model, a task file or an older results file is unusable.
     """
     units = planned(materials)
     describe(folder, units)
@@ -92,15 +96,16 @@ def progress_until(end: float | None) -> Callable[[int, int, str], None]:
 
 
 def find_materials(path: Path | None, models: Sequence[Path] | None, folder: Path) -> Materials:
-    """The materials of a file, or of PERMILLE_MODELS and PERMILLE_DATA.
+    """Return the materials of a TOML file, or without a file those of PERMILLE_MODELS and PERMILLE_DATA.
 
     Args:
-        path: TOML with `models`, `corpus` and `[tasks.<name>]`; paths are relative to it.
-        models: take the place of those that the file or the environment names.
-        folder: where the environment's people are written as rows of the task `text`.
+        path: TOML file with `models`, `corpus` and `[tasks.<name>]`. Its paths are relative to its folder.
+        models: replace the models of the file or the environment.
+        folder: folder for the rows of the task `text`, which are made from PERMILLE_DATA.
 
     Raises:
-        InputError: no file and no environment, or not what is expected there.
+        InputError: the file or a variable is missing or unusable, there is no model or no task, or two
+            models have the same name.
     """
     materials = _of_environment(models, folder) if path is None else _of_file(path, models)
     names = [model.name for model in materials.models]
@@ -141,9 +146,9 @@ def _of_environment(models: Sequence[Path] | None, folder: Path) -> Materials:
 
 
 def _tweets(data: Path, path: Path) -> Path:
-    """Return the first tweets of everybody of LaMP-7, as rows of the task `text`.
+    """Write each LaMP-7 user's first tweets as rows of the task `text`, and return the file.
 
-    A person is on one side only.
+    A user's tweets have the user's name as group, so they are never in both train and test.
     """
     found = read_users(data, Collection.LAMP7)
     rows = [
@@ -172,12 +177,12 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=RESULTS / "evidence", help="results")
-    parser.add_argument("--materials", type=Path)
+    parser.add_argument("--materials", type=Path, help="TOML file of models and texts")
     parser.add_argument("--models", type=Path, nargs="+", help="transformers folders")
-    parser.add_argument("--model", help="only this one, by name")
-    parser.add_argument("--task", help="only this one")
-    parser.add_argument("--stage", choices=STAGES, help="only this one")
-    parser.add_argument("--minutes", type=float, help="begin no new cell or trial after these")
+    parser.add_argument("--model", help="run only the model of this name")
+    parser.add_argument("--task", help="run only this task")
+    parser.add_argument("--stage", choices=STAGES, help="run only this stage")
+    parser.add_argument("--minutes", type=float, help="begin no new cell or trial after this time")
     return parser
 
 

@@ -1,27 +1,29 @@
 """Verdicts on the papers' claims from the records of sweeps: holds, fails, or undecided.
 
-- BETTER holds where the advantage is above 0 at 5%, two-sided. It fails where an advantage of the margin is
-  excluded and the 95% interval does not lie wholly above 0.
-- AT LEAST holds where more than the margin behind is excluded at 5%. It fails where less than the margin
-  behind is excluded, two-sided.
-- WITHIN consists of two one-sided tests. It holds where the 90% interval lies within the margin. It fails
-  where the interval is beyond the margin on either side, two-sided.
+The effect is the advantage of the first method, and the margin is that of `Row.margin`.
 
-"Holds" and "fails" are each judged at 5% after Holm over all rows of the claim. If seeds were added after a
-look at the outcome, p is first multiplied by the number of looks (Bonferroni).
+- BETTER holds if the effect is above 0, two-sided. It fails if an effect of the margin or more is excluded,
+  two-sided, and the 95% interval is not wholly above 0.
+- AT LEAST holds if an effect of -margin or less is excluded, one-sided. It fails if an effect of -margin or
+  more is excluded, two-sided.
+- WITHIN consists of two one-sided tests. It holds if the 90% interval is within the margin. It fails if the
+  effect is beyond the margin on one side, two-sided.
 
-A row is one model at one density. Accuracies count only on tasks that tuned first-order training can do
-(`report.countable`). On the other tasks the losses of the right answers are compared, in a row of their own.
-Language modelling has a row of its own, too.
+Both "holds" and "fails" are tested at 5% after Holm's correction over all rows of the claim. If seeds were
+added after a look at the outcome, each p-value is first multiplied by the number of looks (Bonferroni).
 
-Nothing is decided on fewer than `MIN_SEEDS` seeds (`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN). Nothing is
-decided on fewer than `MIN_CLUSTERS` clusters of items (one for each passage or text) either. Tasks with
-`EQUIVALENCE_SEEDS` seeds are not pooled with tasks that have fewer: only the seeds of the latter would count.
-They have a row of their own. Where that row has too few seeds for the claim's relation, and a row beside it
-has enough, it is shown but does not count for the claim.
+A row is one model at one density. Accuracies count only for tasks that tuned first-order training can do
+(`report.countable`). For other tasks the losses of the right answers are compared, in a separate row.
+Language modelling has a separate row, too.
 
-Two methods that learned nothing are not equal. So AT LEAST and WITHIN are decided only where the second
-method is better at 5% than the base it began from, or the first method is better than the second.
+A verdict needs `MIN_SEEDS` seeds (`EQUIVALENCE_SEEDS` for AT LEAST and WITHIN) and `MIN_CLUSTERS` clusters of
+items (a cluster is a passage or text). Tasks with at least `EQUIVALENCE_SEEDS` seeds are not pooled with
+tasks that have fewer, because only common seeds would count. The tasks with fewer seeds have a separate row.
+If these seeds are too few for the claim's relation, the row is shown but does not count for the claim.
+
+If neither method learned anything, they are not evidence for equality. AT LEAST and WITHIN are therefore
+decided only if the second method beats its untrained base at 5%. AT LEAST is also decided if the first method
+is better than the second.
 """
 
 import math
@@ -39,18 +41,21 @@ from permille_lab.tasks.examples import Task
 
 ALPHA = 0.05
 MANY_TIMES = 100
-"""As narrow an interval as nobody will measure."""
+"""If an interval would have to be narrower by more than this factor, the effect counts as on the border."""
 MIN_SEEDS = 3
 EQUIVALENCE_SEEDS = 5
 LOSS_MARGIN = 0.01
-"""Nats a token."""
+"""Margin in nats per token."""
 
 DECIDING = ("table", "flat")
-"""Stages that decide claims; what other stages show at other densities says where a claim turns."""
+"""Stages that decide claims. Other stages show how the outcome depends on the density."""
 
 
 _UNBOUND = ("fo:lora-", "fo:full")
-"""First-order references that show what a task cannot teach a model; a mask's ceiling does not."""
+"""First-order references that train many numbers. If they fail, the task is too hard for the model.
+
+A failure of first-order training of a mask does not show that.
+"""
 
 
 class Verdict(StrEnum):
@@ -66,12 +71,12 @@ class Row:
     """One comparison of a claim.
 
     Attributes:
-        by_loss: nats per token instead of shares of right answers.
-        found: None where nothing can be compared.
-        p_value: of what would make the claim hold, after Holm; None where nothing was tested.
-        p_failing: of what would make it fail, likewise.
-        reason: of `undecided`: what is needed; else what a reader should know, or nothing.
-        counts: whether the claim's verdict waits for it.
+        by_loss: True if losses in nats per token are compared, False for accuracies.
+        found: the contrast, None if the records cannot be compared.
+        p_value: p-value of the test that makes the claim hold, after Holm. None if nothing was tested.
+        p_failing: p-value of the test that makes the claim fail, after Holm. None if nothing was tested.
+        reason: what is missing for a verdict, or a note on it. May be empty.
+        counts: False if the row is shown but does not count for the claim.
     """
 
     claim: Claim
@@ -92,7 +97,7 @@ class Row:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The interval: 95%, or 90% for two one-sided tests."""
+        """The confidence interval: 90% for WITHIN, else 95%."""
         if self.found is None:
             return None
         return self.found.interval(0.9 if self.claim.relation is Relation.WITHIN else 0.95)
@@ -105,26 +110,25 @@ def verdicts(
     stages: Collection[str] = DECIDING,
     looks: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Row]:
-    """A row for each claim, model, density and kind of outcome; at least one for each claim.
+    """Return a row for each claim, model, density and kind of outcome. Each claim has at least one row.
 
     Args:
-        records: cells of results files, each with `stage`, `density` and `queries` of its sweep besides.
-        stages: whose records decide claims that name no stage of their own. References (zero-shot, first
-            order) come from all.
-        looks: how often a claim's outcome was looked at, with the last time, by its key; 1 where it is not
-            named.
+        records: cells of results files, with the `stage`, `density` and `queries` of their sweeps.
+        stages: stages whose records decide claims without a stage. References (zero-shot and first order)
+            come from all stages.
+        looks: number of looks at the outcome of a claim, the last one included, by the claim's key. The
+            default is 1.
     """
     known = list(records)
     return [row for claim in claims for row in _rows(claim, known, stages, looks.get(claim.key, 1))]
 
 
 def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
-    """Return True if a task's accuracies say something of a model, on a base that has both references. A base
-    of 16 or 32 bits is preferred.
+    """Return for each task of a model whether its accuracies count (see `report.countable`).
 
-    A task without references (zero-shot and first-order training) is left out: nothing is known of it. A task
-    that only first-order training of a few weights failed at is left out, too. Language modelling has no
-    accuracies.
+    The answer comes from one base that has both references: zero-shot and first-order training. Bases that
+    are not quantized are preferred. A task without references is left out. A task is also left out if only
+    first-order training of masked weights failed. Language modelling has no accuracies.
     """
     own = [record for record in records if record["model"] == model]
     found: dict[str, bool] = {}
@@ -189,10 +193,10 @@ def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str], look
 def _matched(
     claim: Claim, records: Sequence[Record], stages: Collection[str]
 ) -> list[tuple[float, list[Record], list[Record]]]:
-    """Yield (density, first, second): a setting and a density that both sides have.
+    """Return the density and the records of both sides, for each density that both sides have.
 
-    Both sides have one base, unless the claim compares bases. Sets without a mask carry the density of their
-    sweep, which says nothing of them. So they stand beside every density.
+    Both sides have the same base, unless the first side has 4 bits. Methods without a mask have the density
+    of their sweep in their records, but it does not apply to them. They are compared at every density.
     """
     wanted = stages if claim.stage is None else {claim.stage}
     kept = [record for record in records if record["stage"] in wanted]
@@ -217,7 +221,10 @@ def _matched(
 
 
 def _once(records: Sequence[Record]) -> list[Record]:
-    """Return one record of a task and seed: of the setting with the most seeds. Test items choose nothing."""
+    """Return one record for each task and seed: that of the setting with the most seeds.
+
+    The choice must not depend on outcomes of test items.
+    """
     settings: dict[str, dict[tuple[str, int, str], list[Record]]] = {}
     for record in records:
         setting = (record["stage"], record["queries"], record["base"])
@@ -229,10 +236,10 @@ def _once(records: Sequence[Record]) -> list[Record]:
 
 
 def _tested(blank: Row, first: Sequence[Record], second: Sequence[Record], records: Sequence[Record]) -> Row:
-    """Return the row with its contrast and p, or with what is missing.
+    """Return the row with its contrast and p-value, or with the reason why it cannot be tested.
 
     Args:
-        records: of the model, the references among them.
+        records: all records of the model and kind of outcome, with the references.
     """
     claim, by_loss = blank.claim, blank.by_loss
     wanted = MIN_SEEDS if claim.relation is Relation.BETTER else EQUIVALENCE_SEEDS
@@ -253,10 +260,10 @@ def _tested(blank: Row, first: Sequence[Record], second: Sequence[Record], recor
 def _by_seeds(
     claim: Claim, first: list[Record], second: list[Record]
 ) -> list[tuple[list[Record], list[Record], bool]]:
-    """Return both sides of each row, and whether the row counts.
+    """Return the records of both sides for each row, and whether the row counts.
 
-    Tasks with many common seeds are one row, and those with few another. If no task has enough, all tasks are
-    one row.
+    Tasks with at least `EQUIVALENCE_SEEDS` common seeds are one row, and those with at least `MIN_SEEDS` are
+    another. If no task has so many seeds, all tasks are one row.
     """
     common = {task: len(seeds) for task, seeds in _common_seeds(first, second).items()}
     many = {task for task, count in common.items() if count >= EQUIVALENCE_SEEDS}
@@ -273,7 +280,7 @@ def _by_seeds(
 
 
 def _common_seeds(first: Sequence[Record], second: Sequence[Record]) -> dict[str, set[int]]:
-    """Seeds that both sides have, by task."""
+    """Return the seeds that both sides have, by task."""
     return {
         task: {r["seed"] for r in first if r["task"] == task}
         & {r["seed"] for r in second if r["task"] == task}
@@ -292,7 +299,7 @@ def _p_value(claim: Claim, found: Contrast, margin: float) -> float:
 
 
 def _p_failing(row: Row) -> float:
-    """Return the p-value of what would make the claim fail."""
+    """Return the p-value of the test that makes the claim fail."""
     found = row.found
     assert found is not None  # it was tested
     match row.claim.relation:
@@ -334,7 +341,7 @@ def _judged(row: Row) -> Row:
 
 
 def _nearest_decision(row: Row) -> tuple[str, float]:
-    """Return the side of the border on which the effect lies, and its distance."""
+    """Return the verdict towards which the effect tends, and the distance to the limit of that verdict."""
     assert row.found is not None
     effect = row.found.effect
     match row.claim.relation:
@@ -347,7 +354,7 @@ def _nearest_decision(row: Row) -> tuple[str, float]:
 
 
 def _learned(second: Sequence[Record], records: Sequence[Record], by_loss: bool) -> bool:
-    """Return True if the second method beat its own base's zero-shot."""
+    """Return True if the second method beat its untrained base (zero-shot)."""
     bases = {record["base"] for record in second}
     untrained = [record for record in records if record["method"] == "zero-shot" and record["base"] in bases]
     one = {record["task"]: record for record in untrained}

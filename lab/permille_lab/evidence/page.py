@@ -1,4 +1,4 @@
-"""Tables of the evidence's page, and every verdict as a row of `verdicts.csv`, from the finished cells."""
+"""Tables of docs/results/evidence.md and rows of `verdicts.csv`, from the finished cells."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,17 +25,17 @@ from permille_lab.measuring.tables import markdown
 from permille_lab.tasks.examples import Task
 
 LOOKS = {"queries-sensitive-c4": 2, "queries-lora-fa-8": 2}
-"""Two of the five seeds of these claims were measured after three had been looked at."""
+"""Number of looks at claims. Two of the five seeds of these claims were added after a look at three."""
 
 _ORDER = (
     *(name for name in REFERENCES if not name.startswith("fo:")),
     *(*STATIC, SEGMENTS, *DYNAMIC, *WITHOUT_MASK, *REAL_PREFIX, *RANK_16, *REFERENCES),
 )
-"""Of a table's lines: untrained, sensitive and other masks, other sets, first order."""
+"""Order of a table's lines: untrained methods, masks, other sets, first order."""
 
 
 def tables(results: Path) -> dict[str, str]:
-    """The page's tables, in Markdown, by the name that its template has for them."""
+    """Return the page's tables in Markdown, by their names in the template."""
     folder = results / "evidence"
     records = read_records(folder)
     missing = lacking(folder, records)
@@ -63,7 +63,7 @@ def claims_table(folder: Path) -> str:
 
 
 def verdict_rows(results: Path) -> str:
-    """Every comparison of every claim as CSV: what the page's table of claims sums up."""
+    """Return every comparison of every claim as CSV. The page's table of claims is its summary."""
     rows = []
     for row in _verdicts(read_records(results / "evidence")):
         if row.found is not None:
@@ -89,16 +89,16 @@ def verdict_rows(results: Path) -> str:
 
 
 def _verdicts(records: Sequence[Json]) -> list[Row]:
-    """Return verdicts of runs of the usual length.
+    """Return the verdicts on runs of the usual length.
 
-    Whether a task counts is said of the steps that methods have.
+    Longer runs are left out: a task must count for accuracy at the number of steps of the compared methods.
     """
     usual = [record for record in records if record["stage"] != "longer"]
     return [row for row in verdicts(usual, looks=LOOKS) if row.found is not None]
 
 
 def _claims(rows: Sequence[Row]) -> str:
-    """One line a claim, a column for each model and for text or another task."""
+    """Return a table with a line for each claim and a column for each model and task."""
     if not rows:
         return ""
     cells = [
@@ -128,14 +128,14 @@ def _short(row: Row) -> str:
 
 
 def _methods(records: Sequence[Json]) -> str:
-    """Loss of methods on people's text and on the first task, mean and deviation over seeds."""
+    """Return the losses of methods on people's text and on SST-2, with mean and deviation over seeds."""
     left_out = (*RANK_16, "zo:lora-fa-8", "zo:prefix-5", "icl:8")
     kept = [r for r in records if r["task"] in (Task.TEXT, Task.SST2) and r["method"] not in left_out]
     return _pivoted(kept, lambda record: f"{record['model']}, {record['task']}", by_task=False)
 
 
 def _by(records: Sequence[Json], setting: str, named: Callable[..., str]) -> str:
-    """Methods by a setting (a density, steps, a base), for all models and tasks."""
+    """Return the losses of methods by a setting (density, steps or base), for all models and tasks."""
     ordered = sorted(records, key=lambda record: record[setting]) if setting != "base" else records
     return _pivoted(ordered, lambda record: named(record[setting]), by_task=True)
 

@@ -1,10 +1,10 @@
-"""The sensitive-sparse paper's table on SmolLM2-135M: accuracy by forward differences, beside first order.
+"""Measure the table of the sensitive-sparse paper on SmolLM2-135M: accuracies of zeroth and first order.
 
     PERMILLE_DATA=DIR python -m permille_lab.evidence.paper --part zero-shot
     PERMILLE_DATA=DIR python -m permille_lab.evidence.paper --minutes 600
 
-Days of one core in all, so the first seed of everything comes first. A stopped run continues. The page names
-what is not finished.
+All cells take days of one core. The first seed of all cells therefore comes first. A stopped run continues.
+The page shows which cells are not finished.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from permille_lab.measuring.tables import markdown
 
 MODEL = "SmolLM2-135M-Instruct"
 _ROWS = {"sst2": (16, 96), "rte": (8, 256), "boolq": (4, 384)}
-"""Rows of a step, and the most tokens of a row, by task: fewer rows where they are long."""
+"""Number of rows in a step, and largest number of tokens in a row, by task. Long rows are fewer."""
 _PARTS = {
     "zero-shot": ("zero-shot",),
     "in-context": ("icl:8",),
@@ -38,11 +38,11 @@ _PARTS = {
 }
 _OF_16_BITS = frozenset({"full"})
 _ONCE = frozenset({"zero-shot"})
-"""Parts that no seed changes: the test items are the same for all."""
+"""Parts that do not depend on the seed, because the test items are the same for all seeds."""
 
 
 def planned(model: Path) -> list[Unit]:
-    """Return every sweep of the table; the most telling come first."""
+    """Return every sweep of the table. The most informative ones come first."""
     return [
         _unit(model, task, base, part)
         for part in _PARTS
@@ -67,7 +67,7 @@ def _unit(model: Path, task: str, base: str, part: str) -> Unit:
         "max_tokens": tokens,
         "sizes": (1000, 128, 400),
         "evaluations": 5,
-        # No search: each begins at the rule's step for its own gradients (docs/adr/0030).
+        # No search: the step size follows from the method's first gradients (docs/adr/0030).
         "trials": 1,
         "tuning_seeds": 1,
     }
@@ -75,7 +75,7 @@ def _unit(model: Path, task: str, base: str, part: str) -> Unit:
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Return the page's tables by the names that its template has for them."""
+    """Return the page's tables by their names in the template."""
     folder = results / "paper"
     records = read_records(folder)
     rows: dict[str, dict[str, str]] = {}
@@ -106,7 +106,10 @@ def _accuracy(found: Sequence[float], seeds: int) -> str:
 
 
 def _named(folder: Path) -> Path:
-    """Link the folder by the model's name, by which results know it; its own name is a digest."""
+    """Link the model's folder under the model's name, and return the link.
+
+    The name of the folder is a digest, but results name the model.
+    """
     link = FOLDER / MODEL
     link.unlink(missing_ok=True)
     link.symlink_to(folder.absolute())
@@ -114,16 +117,16 @@ def _named(folder: Path) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing. Exit status: 0 done or out of minutes, 1 refused."""
+    """Run the missing cells. Exit status: 0 done or out of minutes, 1 refused."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=RESULTS / "paper", help="results")
     parser.add_argument("--gguf", type=Path, default=SMOLLM2_FILE, help="the model")
-    parser.add_argument("--part", choices=_PARTS, help="only this one")
-    parser.add_argument("--task", choices=_ROWS, help="only this one")
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="only the first so many")
-    parser.add_argument("--minutes", type=float, help="begin no new cell after these")
+    parser.add_argument("--part", choices=_PARTS, help="run only this part")
+    parser.add_argument("--task", choices=_ROWS, help="run only this task")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="number of seeds")
+    parser.add_argument("--minutes", type=float, help="begin no new cell after this time")
     options = parser.parse_args(arguments)
     end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     data = folder_from_environment("PERMILLE_DATA")
@@ -149,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {exc}", file=sys.stderr)
         return 1
     except TimeIsUpError:
-        print("the minutes are over; the same command goes on", file=sys.stderr)
+        print("the minutes are over; run the same command to continue", file=sys.stderr)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The papers' claims: two sides each, for which records are found; `claims.py` judges them."""
+"""The papers' claims. Each compares two sides, which select records. `claims.py` judges them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,7 +9,10 @@ FLOATING = ("bf16", "float32")
 """Bases that are not quantized."""
 
 SEVERAL = 4
-"""Queries that stand for several: said beforehand, since the best of many numbers is a lucky one."""
+"""Number of queries in claims on "several" queries. It was fixed before the measurement.
+
+The best of many numbers would have been chosen by luck.
+"""
 
 
 class Relation(StrEnum):
@@ -22,14 +25,19 @@ class Relation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Records of one side: a method, on a kind of base."""
+    """One side of a claim: a method on a kind of base.
+
+    Attributes:
+        four_bit: True for the base NF4, False for one that is not quantized.
+        queries: number of queries, None if any number counts.
+    """
 
     method: str
     four_bit: bool = False
     queries: int | None = None
 
     def takes(self, record: Record) -> bool:
-        """Return True if a record is of this side."""
+        """Return True if the record belongs to this side."""
         return (
             record["method"] == self.method
             and (record["base"] == "nf4" if self.four_bit else record["base"] in FLOATING)
@@ -39,10 +47,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A sentence that records can refute.
+    """A claim that records can refute.
 
     Attributes:
-        stage: the only stage of the evidence whose records are compared; None: those that are asked for.
+        stage: the stage of the evidence with the compared records. None for the stages given to `verdicts`.
     """
 
     key: str
@@ -113,7 +121,7 @@ CLAIMS = (
     ),
     Claim(
         key="static",
-        # Segments alone train better (docs/adr/0035), so both sides have them.
+        # Both sides have segments, since these are an advantage even without new masks (docs/adr/0035).
         sentence="A static mask is at least equal to one that is selected again while training",
         relation=Relation.AT_LEAST,
         first=Side(method="zo:sensitive-task-segments"),

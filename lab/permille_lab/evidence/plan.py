@@ -1,13 +1,13 @@
-"""The sweeps of the evidence: each is a file of results that `permille evaluate` could have made.
+"""The sweeps of the evidence. `permille evaluate` could run each of them, with the same results file.
 
-A sweep is one model, one task and one setting. So finished sweeps stay finished when models or tasks are
-added. Sizes follow the model, so that the evidence takes hours and not days. The first task (SST-2) and
-people's text have every stage. Of other tasks only the references are measured, since no method is shown to
-learn these at such sizes (docs/results/evidence.md).
+A sweep has one model, one task and one setting. Finished sweeps therefore stay valid when models or tasks are
+added. The number of steps depends on the model, so that all sweeps take hours and not days. The first task
+(SST-2) has all stages, and people's text most of them. Of other tasks, only the references are measured,
+because no method was shown to learn them with such small models (docs/results/evidence.md).
 
-Zeroth-order methods take `QUERIES` exact directional derivatives a step (estimator "forward"). On models of
-this size all of them cost one gradient, and finite differences approach them. Both gave the same curve on
-SST-2 with stories260K (0.749 and 0.747 after 200 steps of four queries).
+Zeroth-order methods compute `QUERIES` exact directional derivatives in a step (estimator "forward"). All of
+them together cost one gradient on small models. Finite differences approximate them. On SST-2 with
+stories260K, both gave nearly the same loss (0.749 and 0.747 after 200 steps of four queries).
 """
 
 import json
@@ -26,30 +26,30 @@ from permille_lab.tasks.examples import Task
 QUERIES = 16
 DENSITY = 0.001
 FRACTIONS = (1e-2, 1e-4, 1e-1, 1e-5)
-"""Densities beside `DENSITY`, whose cells are the table's; in the order that says most soonest."""
+"""Densities of the stage `fractions`, the most informative first. The table has the cells of `DENSITY`."""
 EFFECTIVE_BATCH = 16
 SEEDS, EQUIVALENCE_SEEDS = (0, 1, 2), (0, 1, 2, 3, 4)
 
 STATIC = ("zo:sensitive-c4", "zo:sensitive-task", "zo:random", "zo:outliers")
 DYNAMIC = ("zo:sensitive-task-dynamic", "zo:random-dynamic")
 SEGMENTS = "zo:sensitive-task-segments"
-"""One mask, trained as those that move: what re-selection is judged by."""
+"""One mask, trained in segments like the dynamic masks. It is their reference."""
 BY_DENSITY = (*STATIC, "fo:sensitive-c4", *DYNAMIC)
 TEXT_BY_DENSITY = ("zo:sensitive-c4", "zo:random", "fo:sensitive-c4")
 TEXT_FRACTIONS = FRACTIONS[:3]
-"""On people's text the curve alone: how many weights are worth training there."""
+"""Densities for people's text. They show how many weights are worth training."""
 WITHOUT_MASK = ("zo:full", "zo:lora-8", "zo:lora-fa-8", "zo:prefix-5")
 RANK_16 = ("zo:lora-16", "zo:lora-fa-16")
 REFERENCES = ("zero-shot", "icl:8", "fo:sensitive-c4", "fo:lora-8")
 REAL_PREFIX = ("zo:prefix-real-5",)
 NF4_ADAPTERS = ("zo:lora-8", *REAL_PREFIX)
-"""What the sensitive-sparse paper compares with sensitive weights on the same 4-bit base."""
+"""Methods that the sensitive-sparse paper compares with sensitive weights on the same 4-bit base."""
 NF4_REFERENCES = ("zero-shot", "fo:lora-8", "fo:sensitive-c4")
 SCHEMES = ("int4-g32", "int4-g128", "auto-round-int4")
-"""Beside bf16 and nf4, which have their cells in the table."""
+"""Bases of the stage `schemes`. The table has the cells of bf16 and nf4."""
 SCHEME_METHODS = ("zero-shot", "zo:sensitive-c4")
 LONGER = 5
-"""Times the table's steps: nearly all of its runs are best at their ends."""
+"""Factor on the table's steps. In the table, nearly all runs have their lowest loss at the end."""
 LONGER_METHODS: Mapping[str, tuple[str, ...]] = {
     "masks": ("zo:sensitive-c4", "zo:random"),
     "others": ("zo:lora-8", "zo:full"),
@@ -58,19 +58,25 @@ LONGER_REFERENCES: Mapping[str, tuple[str, ...]] = {
     "references": ("zero-shot", "fo:lora-8"),
     "masks": ("zo:sensitive-c4",),
 }
-"""Of the first task: whether its prompts are read, given more steps."""
+"""Methods for the first task. They show whether models learn to use its prompts in more steps."""
 LONG_TASKS = frozenset({"boolq", "rte"})
-"""Tasks with passages: half the steps, fewer items, three seeds: they do not decide what is equal."""
+"""Tasks with passages. They have half the steps, fewer items and three seeds.
+
+Three seeds are too few for claims of equality.
+"""
 FLAT = 0.01
-"""Where the curve of sensitive weights is flat for a small model: it was measured, seed by seed."""
+"""Density at which the loss of sensitive weights hardly changes with the density, for a small model."""
 SMALL = 2_000_000
-"""Weights below which a model is small."""
+"""Number of weights below which a model is small."""
 
 STAGES = ("table", "fractions", "flat", "longer", "queries", "schemes")
 _FIRST_TASK_ONLY = frozenset({"queries", "schemes"})
 _OF_OTHERS = {False: ("references",), True: ("references", "pairs")}
-"""Of tasks that are neither the first nor text; of RTE (true) also masks, measured before it was known that
-no method learns it: what was looked at stays in the family of tests."""
+"""Parts of the table for tasks other than the first and text. The key is True for RTE.
+
+RTE also has the part `pairs`. It was measured before it was known that no method learns RTE. Results that
+were looked at must stay in the family of tests.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +85,7 @@ class Materials:
 
     Attributes:
         models: transformers folders.
-        tasks: train and perhaps test file, by task; the first one has every stage.
+        tasks: train file and optional test file, by task. The first task has all stages.
         corpus: JSON lines with `text`.
     """
 
@@ -93,7 +99,8 @@ class Size:
     """The amount of computation in a cell.
 
     Attributes:
-        tuning_seeds: but for `fractions` and `longer`, where one seed shows how curves run (ADR 35).
+        tuning_seeds: number of tuning seeds. `fractions` and `longer` have one, which suffices to show the
+            shape of a curve (ADR 35).
     """
 
     zo_steps: int
@@ -140,7 +147,7 @@ class Size:
 
 
 def size_for(model: Path) -> Size:
-    """Steps by the model's weights: 200 below two million, 100 above, and shorter examples."""
+    """Return the size for a model. Small models have 200 steps, others 100 steps and shorter examples."""
     if _weights(model) < SMALL:
         return Size(zo_steps=200, fo_steps=200)
     return Size(zo_steps=100, fo_steps=100, max_tokens=96)
@@ -152,7 +159,7 @@ class Unit:
 
     Attributes:
         stage: one of `STAGES`.
-        choices: keys of the sweep beside model, task and corpus.
+        choices: all keys of the sweep except models, tasks and corpus.
     """
 
     stage: str
@@ -174,10 +181,10 @@ class Unit:
 
 
 def planned(materials: Materials, size: Size | None = None) -> list[Unit]:
-    """Return every sweep. The most telling come first.
+    """Return every sweep. The most informative ones come first.
 
     Args:
-        size: of every model; by default by its weights.
+        size: the size for every model. By default it depends on the model (`size_for`).
     """
     first = next(iter(materials.tasks))
     return [
@@ -194,14 +201,14 @@ def planned(materials: Materials, size: Size | None = None) -> list[Unit]:
 
 
 def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
-    """The sweeps of a stage for one model and task."""
+    """Return the sweeps of a stage for one model and task."""
     if task in LONG_TASKS:
         size = size.halved()
     many, of = size.equivalence_seeds, _Place(stage, model, task, size)
     match stage:
         case "table":
             pairs = (*STATIC, DYNAMIC[0])
-            # References come first: without them nothing is decided.
+            # References come first, because verdicts need them.
             return [
                 of.unit("references", REFERENCES),
                 of.unit("pairs", pairs, seeds=many),
@@ -228,7 +235,7 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
                 ),
             ]  # fmt: skip
         case "fractions":
-            # Static masks come first: claims depend on them. The table has the cells of its own density.
+            # Static masks come first, because claims depend on them.
             parts = {"static-": BY_DENSITY[: -len(DYNAMIC)], "dynamic-": DYNAMIC}
             fractions: Sequence[float] = FRACTIONS
             if task == Task.TEXT:
@@ -240,7 +247,7 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
             ]
         case "longer":
             named = LONGER_METHODS if task == Task.TEXT else LONGER_REFERENCES
-            # Text has no first order here: its steps would be those of the table.
+            # Text has no first-order methods in this stage.
             of = replace(of, size=size.longer(first_order=task != Task.TEXT))
             return [of.unit(part, methods) for part, methods in named.items()]
         case "queries":
@@ -258,10 +265,9 @@ def units(stage: str, model: Path, task: str, size: Size) -> list[Unit]:
 
 
 def _distinct(model: Path, fractions: Sequence[float]) -> list[float]:
-    """Return the densities with masks of their own, the first one of each size.
+    """Return the densities without those that give the same masks as an earlier one or as `DENSITY`.
 
-    Of a small model, 0.01 % and 0.001 % are both one weight of each tensor. A density with the table's masks
-    has its cells there.
+    For example, in a small model 0.01 % and 0.001 % are both one weight of each tensor.
     """
     shares = {_masked_share(model, DENSITY)}
     found = []
@@ -273,7 +279,7 @@ def _distinct(model: Path, fractions: Sequence[float]) -> list[float]:
 
 
 def _masked_share(model: Path, density: float) -> float:
-    """Share of the linear weights that a mask of this density really has: no tensor has less than one."""
+    """Return the actual share of masked weights at this density. Each tensor has at least one."""
     sizes = [prod(shape) for _, shape in scoped_tensors(_config(model), "all")]
     return sum(count(Decimal(str(density)), numel) for numel in sizes) / sum(sizes)
 
@@ -296,7 +302,11 @@ class _Place:
         density: float = DENSITY,
         **changed: Any,
     ) -> Unit:
-        """One of them; `changed` are keys of the sweep that differ from the size's."""
+        """Return one of the sweeps.
+
+        Args:
+            changed: keys of the sweep that differ from the size.
+        """
         names = (
             *("zo_steps", "fo_steps", "queries", "batch_size", "trials", "tuning_seeds", "evaluations"),
             *("sizes", "max_tokens", "corpus_sequences", "corpus_tokens", "seeds"),
@@ -310,7 +320,7 @@ class _Place:
             "refresh_steps": max(1, choices["zo_steps"] // 4),
         }
         if set(methods) & {SEGMENTS, *DYNAMIC}:
-            # A new mask comes at each evaluation. So a state is chosen from as many as with a fixed mask.
+            # One segment per evaluation. Thus the best state is chosen from as many as without segments.
             choices["refresh_steps"] = max(1, choices["zo_steps"] // choices["evaluations"])
         name = f"{self.stage}-{self.model.name}-{self.task}-{part}"
         return Unit(stage=self.stage, model=self.model, task=self.task, name=name, choices=choices)

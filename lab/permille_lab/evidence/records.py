@@ -1,7 +1,7 @@
-"""The finished part of the evidence: cells, the choices of their sweeps, and how many are still planned.
+"""The finished cells of the evidence, the settings of their sweeps, and the number of missing cells.
 
-`units.json` beside the results records the choice of each file's sweep. So the page is made from this folder
-alone, without models and texts.
+`units.json` in the folder of the results has the settings of each file's sweep. Thus the page can be made
+from this folder, without models and texts.
 """
 
 import json
@@ -27,7 +27,7 @@ _CHOSEN = ("methods", "seeds", "density", "queries", "zo_steps", "fo_steps", "tu
 
 
 def describe(folder: Path, units: Iterable[Unit]) -> None:
-    """Write the choices of sweeps, and keep what is there of others."""
+    """Write the settings of these sweeps to `units.json`, and keep those of others."""
     found = _read(folder)
     for unit in units:
         own = {name: unit.choices[name] for name in _CHOSEN}
@@ -38,7 +38,7 @@ def describe(folder: Path, units: Iterable[Unit]) -> None:
 
 
 def read_records(folder: Path) -> list[Json]:
-    """Read every finished cell, with its sweep's choices, `stage` and `unit`.
+    """Read every finished cell, with the settings, `stage` and `unit` of its sweep.
 
     Raises:
         InputError: a file is damaged before its last line.
@@ -52,7 +52,7 @@ def read_records(folder: Path) -> list[Json]:
 
 
 def lacking(folder: Path, records: Sequence[Json]) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Finished and planned cells of each stage, model and task that is not finished."""
+    """Return the numbers of finished and planned cells of each unfinished stage, model and task."""
     done = Counter(record["unit"] for record in records)
     found: dict[tuple[str, str, str], tuple[int, int]] = {}
     for name, own in _read(folder).items():
@@ -63,21 +63,23 @@ def lacking(folder: Path, records: Sequence[Json]) -> dict[tuple[str, str, str],
 
 
 def by_density(records: Sequence[Json]) -> list[Json]:
-    """Records of the stage `fractions`, and the table's of the same models, tasks, methods and seeds, which
-    are the cells of one more density."""
+    """Return the records of the stage `fractions`, then those of the table at `DENSITY`.
+
+    The table's records are of the same models and tasks.
+    """
     own = [r for r in records if r["stage"] == "fractions" and r["density"] != DENSITY]
     return own + [r for r in _of_table(records, own) if r["base"] == "bf16" and r["method"] in BY_DENSITY]
 
 
 def by_scheme(records: Sequence[Json]) -> list[Json]:
-    """Records of the stage `schemes`, after the table's, of 16 bits and of NF4, of the same methods."""
+    """Return the records of the stage `schemes`, after those of the table with bf16 and NF4."""
     own = [record for record in records if record["stage"] == "schemes" and record["base"] in SCHEMES]
     of_table = [record for record in _of_table(records, own) if record["method"] in SCHEME_METHODS]
     return sorted(of_table, key=lambda record: str(record["base"])) + own
 
 
 def by_steps(records: Sequence[Json]) -> list[Json]:
-    """Records of the stage `longer`, and the table's of the same models, tasks, methods and seeds."""
+    """Return the records of the table, then those of the stage `longer` with the same methods."""
     own = [record for record in records if record["stage"] == "longer"]
     having = {(record["model"], record["task"], record["method"]) for record in own}
     of_table = [record for record in _of_table(records, own) if record["base"] == "bf16"]
@@ -85,7 +87,7 @@ def by_steps(records: Sequence[Json]) -> list[Json]:
 
 
 def _of_table(records: Sequence[Json], own: Sequence[Json]) -> list[Json]:
-    """The table's records of the models and tasks of others, of the seeds that other stages have."""
+    """Return the table's records of the models and tasks of `own`, at `DENSITY` and for `SEEDS`."""
     having = {(record["model"], record["task"]) for record in own}
     return [
         record

@@ -1,11 +1,14 @@
-"""Measure the loss of a sparse model, by the way it became sparse: `make bench-sparse`.
+"""Measure the losses of sparse models, for each way to prune and recover them: `make bench-sparse`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.sparse
 
-A cell is a model, a target, a way and a seed. It holds the loss before recovery (where the way is one-shot)
-and after, on texts that neither pruned nor trained. The seed draws the rows of calibration and recovery.
-Adam's rates were searched once for each model and kind of adapter, at 60 % with a seed of its own, on windows
-that judge nothing else. A finished cell is not made again. The most telling cells come first.
+A cell is a model, a target (the share of zeros or a pattern), a way and a seed. Its result is the loss after
+recovery, and for one-shot ways also the loss before. The texts that judge were used neither for pruning nor
+for recovery. The seed draws the rows of calibration and recovery.
+
+Adam's learning rates are searched once for each model and kind of adapter, at 60 % zeros, with the seed
+`TUNING_SEED` and on the selection windows. Finished cells are not measured again. The most informative cells
+come first.
 """
 
 import shutil
@@ -51,17 +54,19 @@ SEEDS = (0, 1, 2)
 TUNING_SEED = 99
 LENGTH, CALIBRATION, SELECTION = 128, 32, 32
 JUDGED = 32
-"""Windows of each text that judges."""
+"""Number of windows of each text that judges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, the public text that prunes and recovers it, and the texts that judge.
+    """A model, the text of its pruning and recovery, and the texts that judge it.
 
     Attributes:
-        rows: of a step.
-        tried: Adam's rates that are searched.
-        searched: steps of such a search.
+        text: public text for calibration, recovery and selection.
+        judged: texts of the reported losses.
+        rows: number of rows in a step.
+        tried: learning rates of Adam that the search tries.
+        searched: number of steps of a run of the search.
     """
 
     model: str
@@ -110,7 +115,10 @@ def _rows(folder: Path, data: Path, text: str, drawn: tuple[int, int, int]) -> N
 
 
 def material(sources: Sources, case: Case, seed: int) -> Material:
-    """The rows of a cell: calibration, recovery, selection and judgement follow each other in the stream."""
+    """Return the rows of a cell.
+
+    Calibration, recovery, selection and judgement take consecutive parts of the text.
+    """
     folder = sources.models / case.model
 
     def rows(text: str, number: int, skip: int, drawn_by: int) -> NDArray[np.int64]:
@@ -137,7 +145,11 @@ def losses(model: Any, judged: Mapping[str, NDArray[np.int64]]) -> dict[str, flo
 def measured(
     source: Checkpoint, work: Path, found: Material, plan: IterativePlan, *, one_shot: bool
 ) -> Result:
-    """Measure a cell: `pruned` if nothing came before, `recovered`, and the reports of the rounds."""
+    """Return the result of a cell: the losses `recovered`, and a report of each round.
+
+    Args:
+        one_shot: also prune in one pass and return the losses `pruned`, before recovery.
+    """
     begun = time.process_time()
     shutil.rmtree(work, ignore_errors=True)
     result: Result = {}
@@ -168,7 +180,7 @@ def measured(
 
 
 def tuned(cells: Cells, sources: Sources, case: Case, work: Path) -> Rates:
-    """Return the best of the rates tried for each kind of adapter, by the loss of the selection windows."""
+    """Return the best of the tried rates for each kind of adapter, by the loss on the selection windows."""
     best = {}
     for kind, way in ((AdapterKind.LORA, Way.WANDA), (AdapterKind.POOLING, Way.WANDA_POOLING)):
         found: dict[float, float] = {}
@@ -188,7 +200,7 @@ def tuned(cells: Cells, sources: Sources, case: Case, work: Path) -> Rates:
 
 
 def settings_of(case: Case, target: str, way: Way, seed: int) -> Settings:
-    """Return the settings that name a cell."""
+    """Return the settings that identify a cell."""
     return {
         "model": case.model,
         "target": target,
@@ -199,7 +211,10 @@ def settings_of(case: Case, target: str, way: Way, seed: int) -> Settings:
 
 
 def planned() -> Iterator[tuple[Case, int, str, Way]]:
-    """Return the cells, the most telling first: 60 % and 2:4 of every seed, then the rest."""
+    """Yield the cells. The first ones are 60 % and 2:4 of every seed.
+
+    Of the second model, only Wanda and the iterative way come first.
+    """
     for first in (True, False):
         for seed in SEEDS:
             for case in CASES:
@@ -214,14 +229,14 @@ def planned() -> Iterator[tuple[Case, int, str, Way]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """The inputs of cells, and the file that they are written to."""
+    """Inputs of the cells, the results file, and the folder of temporary models."""
 
     cells: Cells
     sources: Sources
     work: Path
 
     def cell(self, case: Case, seed: int, target: str, way: Way) -> None:
-        """Measure a cell if it is missing, together with the cells that it is compared with."""
+        """Measure a cell if it is missing. Before it, search the rates and measure the dense model."""
         rates = tuned(self.cells, self.sources, case, self.work)
         source = Checkpoint(self.sources.models / case.model)
 
@@ -239,7 +254,7 @@ class Bench:
 
 
 def main() -> None:
-    """Measure what is missing."""
+    """Measure the missing cells."""
     parser = settings_parser(__doc__, FIGURE)
     parser.add_argument("--models", nargs="+", default=[case.model for case in CASES])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))

@@ -1,15 +1,16 @@
-"""Adapters that recover a pruned model: a small one beside each linear, merged at the end.
+"""Adapters that recover a pruned model. Each linear has one, and it is merged at the end.
 
     LoRA       dW = B A                        A [r, K], B [N, r]            r (N + K) numbers
     pooling    dW[i, j] = G[i // n, j // k] / k   G [g, g]                   g^2 numbers   (equations 9 to 12)
 
-Pooling takes the mean of `k` neighbouring inputs, multiplies by G and gives each of `n` neighbouring outputs
-the same value. Sides that g does not divide are padded with zeros (equation 23). Both begin with dW = 0.
+Pooling averages `k` neighbouring inputs, multiplies the averages by G, and gives `n` neighbouring outputs the
+same value. If g does not divide a side, the side is padded with zeros (equation 23). Both kinds start with
+dW = 0. The equations are those of the paper on iterative sparse fine-tuning (docs/adr/0008).
 
-The linear computes with `keep * (W + dW)`. While a dense adapter trains, it computes with `W + dW`. `keep` is
-where W is not 0. Merging writes the former, so a pruned place is 0 for ever.
+The linear computes with `keep * (W + dW)`, where `keep` is 1 if W is not 0, else 0. With a dense adapter, it
+computes with `W + dW` during training. Merging always writes `keep * (W + dW)`, so a pruned weight stays 0.
 
-# Legend: N outputs, K inputs of a linear; r rank, g groups of a side.
+# Legend: N outputs and K inputs of a linear; r rank; g groups of a side; n = ceil(N / g), k = ceil(K / g).
 """
 
 import math
@@ -31,7 +32,7 @@ class AdapterKind(StrEnum):
 
 
 class PoolingAdapter(nn.Module):
-    """A change that is the same over blocks of the matrix."""
+    """A change of a weight that is constant in each block of n x k weights."""
 
     def __init__(self, shape: tuple[int, int], groups: int) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class PoolingAdapter(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A linear's weight with its adapter, as torch parametrizes it; `masked` says whether zeros stay 0."""
+    """A linear's weight and its adapter, as a torch parametrization. If `masked`, zeros stay 0."""
 
     def __init__(self, adapter: nn.Module, *, masked: bool) -> None:
         super().__init__()
@@ -63,18 +64,19 @@ class Adapted(nn.Module):
 def allocate(
     losses: Mapping[str, float], shapes: Mapping[str, tuple[int, int]], average: float
 ) -> dict[str, int]:
-    """Groups of each linear's pooling adapter: its share of the numbers is that of its loss (equation 22).
+    """Return the groups `g` of each linear's pooling adapter, by the linear's loss (equation 22).
 
         P = average * loss / mean loss,   g = floor(sqrt(P)), at least 1 and at most the shorter side
 
     Args:
-        losses: what pruning lost, by name of the weight; all equal for adapters of equal sizes.
-        average: trained numbers a linear.
+        losses: error of the linear's output after pruning, by name of the weight. Equal losses give adapters
+            of equal sizes.
+        average: mean number of trained numbers of a linear.
     """
     mean = math.fsum(losses.values()) / len(losses)
     shares = {name: loss / mean if mean else 1.0 for name, loss in losses.items()}
     return {
-        # A mean is rounded, so allow for that before taking the root.
+        # The mean and the share are rounded, and a P just below a square would lose a group.
         name: min(max(1, math.isqrt(int(average * share * (1 + 1e-12)))), *shapes[name])
         for name, share in shares.items()
     }
@@ -83,14 +85,12 @@ def allocate(
 def attach(
     model: nn.Module, sizes: Mapping[str, int], kind: AdapterKind, *, masked: bool, seed: int
 ) -> list[nn.Parameter]:
-    """Put an adapter beside each of these weights and freeze everything else.
-
-    Returns the trained numbers, in order.
+    """Attach an adapter to each of these weights, freeze everything else, and return the trained parameters.
 
     Args:
-        sizes: rank or groups, by name of the weight.
-        masked: if True, pruned places stay zero while the adapter trains.
-        seed: of LoRA's beginning.
+        sizes: rank or number of groups, by name of the weight.
+        masked: if True, pruned weights stay 0 while the adapter trains.
+        seed: seed of the initial values of LoRA's A.
     """
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -107,14 +107,14 @@ def attach(
 
 
 def merge(model: nn.Module) -> None:
-    """Write `keep * (W + dW)` as the weights and remove the adapters. Zeros of W are zeros of the result."""
+    """Write `keep * (W + dW)` as the weights and remove the adapters. Pruned weights stay 0."""
     for module, adapted in list(_adapted(model)):
         adapted.masked = True
         parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
 
 
 def change_norms(model: nn.Module) -> tuple[float, float]:
-    """Return Euclidean norms of all adapters' changes at kept places, and at pruned ones."""
+    """Return the Euclidean norms of all adapters' changes, at kept and at pruned weights."""
     kept = pruned = 0.0
     with torch.no_grad():
         for module, adapted in _adapted(model):

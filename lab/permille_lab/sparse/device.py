@@ -1,10 +1,10 @@
-"""Measure a 2:4 model in 4 bits on a device: its loss, and people's gains on it.
+"""Measure a 2:4 model in 4 bits: its loss, and the gain of personal training on it.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.sparse.device
 
-The model is pruned to 2:4 by SparseGPT and recovered by masked LoRA. This takes more steps and numbers than
-the comparison of ways. The mask is chosen among the weights that are kept, as a job chooses it. People's
-gains come from the agent's default training, on the dense model and on the sparse one, on the same text.
+The model is pruned to 2:4 by SparseGPT and recovered by masked LoRA. The recovery has more steps and a larger
+rank than in the comparison of ways. The mask is selected among the kept weights, as a job of the service
+does. The gains come from the agent's default training, on the dense and the sparse model, with the same text.
 """
 
 import time
@@ -45,7 +45,7 @@ from permille_lab.sparse.__main__ import CALIBRATION, CASES, LENGTH, Case, losse
 PATTERN = "2:4"
 RANK, ROWS = 16, 8
 RATES = (0.01, 0.003)
-"""Adam's; people train on the model of the first."""
+"""Learning rates of the recovery. People train on the model of the first one."""
 STEPS: Mapping[str, int] = {"stories260K-hf": 400, "reference-7M": 240}
 PEOPLE, PEOPLE_STEPS = 10, 40
 _LEAST_CHARACTERS = 4_000
@@ -53,14 +53,14 @@ _LEAST_CHARACTERS = 4_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """Folders of a model before its recovery and after."""
+    """Folders of a sparse model before and after its recovery."""
 
     pruned: Path
     recovered: Path
 
 
 def made(sources: Sources, case: Case, folder: Path, rate: float) -> Made:
-    """Make the sparse model once. After a kill, the work continues."""
+    """Prune and recover the model, unless this is done. After a kill, a call continues the work."""
     source = Checkpoint(sources.models / case.model)
     named = f"{case.model}-{rate}"
     found = Made(pruned=folder / f"{case.model}-pruned", recovered=folder / f"{named}-recovered")
@@ -90,7 +90,7 @@ def made(sources: Sources, case: Case, folder: Path, rate: float) -> Made:
 
 
 def in_four_bits(folder: Path) -> Any:
-    """Return a model that computes with NF4's weights."""
+    """Return the model with all linears rounded to NF4."""
     model, checkpoint = load_model(folder), Checkpoint(folder)
     coded = (
         (name, quantize(w_NK, Scheme.NF4, default_group_size(Scheme.NF4)))
@@ -101,7 +101,10 @@ def in_four_bits(folder: Path) -> Any:
 
 
 def measured_losses(sources: Sources, case: Case, folder: Path, rate: float) -> Result:
-    """Return losses of three models in float32 and in NF4, in nats per token of the texts that judge."""
+    """Return the losses of the dense, pruned and recovered model, in float32 and in NF4.
+
+    Losses are in nats per token of the texts that judge.
+    """
     begun = time.process_time()
     judged = material(sources, case, 0).judged
     found = made(sources, case, folder, rate)
@@ -114,7 +117,7 @@ def measured_losses(sources: Sources, case: Case, folder: Path, rate: float) -> 
 
 
 def package_of(model: Path, case: Case, sources: Sources, folder: Path) -> Package:
-    """Return a package whose mask is the sensitive weights among those that are not 0."""
+    """Return a package of the model. Its mask is the most sensitive weights that are not 0."""
     checkpoint, density = Checkpoint(model), DENSITIES[case.model]
     rows_NT = token_sequences(FileTokenizer(model), texts(sources.data, "c4"), 64, LENGTH, 0)
     scores = fisher_scores(load_model(model), rows_NT)
@@ -129,7 +132,10 @@ def package_of(model: Path, case: Case, sources: Sources, folder: Path) -> Packa
 
 
 def measured_people(sources: Sources, case: Case, folder: Path) -> Result:
-    """By person: loss of the text that was put away under the base and the own state, dense and sparse."""
+    """Return each person's losses on held-out text, under the base and the trained state.
+
+    The rows are [loss of the base, loss of the trained state], on the dense and on the sparse model.
+    """
     begun = time.process_time()
     found = made(sources, case, folder, RATES[0])
     people = cohort(read_users(sources.data, Collection.LAMP7).users, least_characters=_LEAST_CHARACTERS)
@@ -156,7 +162,7 @@ def measured_people(sources: Sources, case: Case, folder: Path) -> Result:
 
 
 def main() -> None:
-    """Measure what is missing."""
+    """Measure the missing cells."""
     parser = settings_parser(__doc__, "sparse")
     parser.add_argument("--models", nargs="+", default=[case.model for case in CASES])
     options = parser.parse_args()

@@ -1,7 +1,7 @@
-"""The tables of the sparse models' page, from finished cells, and the verdicts on the paper's claims.
+"""Tables of docs/results/sparse.md from finished cells, and verdicts on the paper's claims.
 
-Two ways are compared by the difference of their losses, in nats per token, paired by the seed. Intervals are
-Student's, 95 %, over the seeds. A claim holds or fails where the interval does not contain 0.
+Two ways are compared by the difference of their losses, in nats per token, paired by seed. Intervals are
+Student's 95 % intervals over the seeds. A claim is undecided if the interval contains 0.
 """
 
 import math
@@ -19,13 +19,13 @@ from permille_lab.measuring.tables import markdown
 from permille_lab.sparse.ways import ABLATED, ONE_SHOT, TABLE, Way
 
 UNPRUNED = "pruned"
-"""A one-shot cell's state before its recovery."""
+"""State of a one-shot cell before its recovery."""
 RECOVERED = "recovered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A place of the measurement: a state of a way, and the text that judges it."""
+    """Key of a measured loss: a model, a target, a way, its state, and the text that judges it."""
 
     model: str
     target: str
@@ -35,12 +35,17 @@ class Place:
 
 
 Losses = Mapping[Place, Mapping[int, float]]
-"""Nats a token by seed."""
+"""Losses in nats per token, by seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A sentence of the paper, and the two states whose difference decides it: below 0 it holds."""
+    """A claim of the paper. It holds if the loss of `first` is below that of `second`.
+
+    Attributes:
+        words: the claim, as the page prints it.
+        first, second: a way and its state.
+    """
 
     words: str
     first: tuple[Way, str]
@@ -116,7 +121,7 @@ CLAIMS = (
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Return the tables by the names that the template has for them."""
+    """Return the tables by their names in the template."""
     cells = Cells(results / "sparse.jsonl")
     found, dense = losses_of(cells), dense_of(cells)
     return {
@@ -159,7 +164,10 @@ def dense_of(cells: Cells) -> dict[tuple[str, str], float]:
 
 
 def difference(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[float, float, int]:
-    """Mean of first less second over the seeds that both have, half of its interval, their number."""
+    """Return the mean of first minus second, half the width of its interval, and the number of seeds.
+
+    Only seeds count that both have.
+    """
     from scipy import stats
 
     seeds = sorted(first.keys() & second.keys())
@@ -171,14 +179,14 @@ def difference(first: Mapping[int, float], second: Mapping[int, float]) -> tuple
 
 
 def verdict(mean: float, reach: float) -> str:
-    """Return the verdict on a claim that says the difference is below 0."""
+    """Return the verdict on the claim that the difference is below 0."""
     if mean + reach < 0:
         return "holds"
     return "fails" if mean - reach > 0 else "undecided"
 
 
 def claim_rows(found: Losses, dense: Mapping[tuple[str, str], float]) -> list[dict[str, str]]:
-    """A row for each claim and target that has cells, a column for each model and text."""
+    """Return a row for each claim and target that has cells. Each model and text is a column."""
     rows = []
     for claim in CLAIMS:
         for target in claim.targets:
@@ -201,7 +209,7 @@ def claim_rows(found: Losses, dense: Mapping[tuple[str, str], float]) -> list[di
 
 
 def _judged(first: Mapping[int, float], second: Mapping[int, float]) -> str:
-    """Return the difference, its interval and the verdict; with one seed the difference alone."""
+    """Return the difference, its interval and the verdict. With one seed, return only the difference."""
     mean, reach, seeds = difference(first, second)
     if seeds < 2:
         return f"{mean:+.3f} (one seed)" if seeds else ""
@@ -229,7 +237,7 @@ def _perplexities(found: Losses, dense: Mapping[tuple[str, str], float]) -> pd.D
 
 
 def _perplexity(by_seed: Mapping[int, float]) -> str:
-    """The exponential of the mean loss, and half of the interval in it."""
+    """Return the exponential of the mean loss, and half the width of its interval to first order."""
     if not by_seed:
         return ""
     mean, reach, seeds = difference(by_seed, dict.fromkeys(by_seed, 0.0))
@@ -238,7 +246,7 @@ def _perplexity(by_seed: Mapping[int, float]) -> str:
 
 
 def _ablations(found: Losses) -> pd.DataFrame:
-    """Every way less the method, at one target."""
+    """Return the loss of every way minus that of `Way.ITERATIVE`, at the target `ABLATED`."""
     rows = []
     for place, losses in found.items():
         if place.target != ABLATED or place.state != RECOVERED or place.way is Way.ITERATIVE:
@@ -258,7 +266,10 @@ def _ablations(found: Losses) -> pd.DataFrame:
 
 
 def _rounds(cells: Cells) -> pd.DataFrame:
-    """By round: perplexity of the selection windows before and after the steps, means over the seeds."""
+    """Return the perplexity of the selection windows before and after the steps of each round.
+
+    Losses are averaged over the seeds.
+    """
     kept: dict[tuple[str, str, int], list[Sequence[float]]] = defaultdict(list)
     for settings, result in cells.of("sparse"):
         if settings["way"] == Way.ITERATIVE.value:
@@ -273,7 +284,10 @@ def _rounds(cells: Cells) -> pd.DataFrame:
 
 
 def _merging(cells: Cells) -> pd.DataFrame:
-    """Return the cost of a dense adapter's last merge, and the share of its change at pruned places."""
+    """Return the increase of the loss by a dense adapter's last merge, and the change at pruned weights.
+
+    The norm of the change at pruned weights is divided by that at kept weights.
+    """
     kept: dict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
     for settings, result in cells.of("sparse"):
         for last in result["rounds"][-1:] if settings["way"] in _MERGED else ():
@@ -296,7 +310,10 @@ def _merging(cells: Cells) -> pd.DataFrame:
 
 
 def _tasks(cells: Cells) -> pd.DataFrame:
-    """Right answers, and how many more or fewer than the dense model's: plus, minus."""
+    """Return the number of right answers of each way.
+
+    In brackets: the answers that only this way has right, and those that only the dense model has right.
+    """
     found = {settings["way"]: result["right"] for settings, result in cells.of("tasks")}
     rows = []
     for way, right in found.items():
@@ -311,7 +328,7 @@ def _tasks(cells: Cells) -> pd.DataFrame:
 
 
 def _device(cells: Cells) -> pd.DataFrame:
-    """Perplexity of 2:4 in NF4 beside that of the dense model in NF4."""
+    """Return the perplexity of the 2:4 model and that of the dense model, both in NF4."""
     rows = []
     for settings, result in cells.of("device"):
         for text, dense in result["nf4"]["dense"].items():
@@ -326,7 +343,7 @@ def _device(cells: Cells) -> pd.DataFrame:
 
 
 def _bytes(cells: Cells) -> pd.DataFrame:
-    """Packages by layer; the sparse one's share of the dense one."""
+    """Return the bytes of the dense and the sparse package, and their ratio."""
     rows = []
     for settings, result in cells.of("device bytes"):
         row = {"model": settings["model"]}
@@ -341,12 +358,12 @@ def _bytes(cells: Cells) -> pd.DataFrame:
 
 
 def _people(cells: Cells) -> pd.DataFrame:
-    """Return people's gains on the sparse model less their gains on the dense one, paired."""
+    """Return people's gains on the sparse and the dense model, and their paired difference."""
     rows = []
     for settings, result in cells.of("device people"):
         losses = {name: np.array(result[name]["losses"]) for name in ("dense", "sparse")}
         gains = {name: loss_P2[:, 0] - loss_P2[:, 1] for name, loss_P2 in losses.items()}
-        # A gain is a negative loss, so the difference is positive where the sparse model gains more.
+        # `user_test` takes losses. Negated gains make its result positive if the sparse model gains more.
         test = user_test("sparse less dense", -gains["sparse"], -gains["dense"])
         rows.append(
             {

@@ -1,12 +1,15 @@
-"""Pruning rates of decoder layers: by CKA, with a cubic schedule over the rounds.
+"""Pruning rates of decoder layers, by CKA, with a cubic schedule over the rounds.
 
     CKA(X, Y) = |Y'X|^2 / (|X'X| |Y'Y|)                 columns centred, Frobenius norms       (equation 20)
     I_l       = exp(-beta * sum over i != l of CKA(X_l, X_i))                                  (equation 21)
     max sum_l I_l n_l (1 - s_l)   with   sum_l n_l s_l = rate * sum_l n_l,   lower <= s <= upper
-    rate_t    = rate * (1 - (1 - t / T)^3)              t = 1 ... T                            (equation 24)
+    rate_t    = rate * (1 - (1 - t / R)^3)              t = 1 ... R                            (equation 24)
 
-Equations are those of "Mitigating gradient interference for efficient sparse fine-tuning". docs/adr/0008 says
-where we read them otherwise than they are printed, and why.
+For layer l: X_l are its features, I_l its importance, n_l its number of weights, s_l its rate. `rate` is the
+final rate of the model, and rate_t that after round t of R.
+
+The equations are those of "Mitigating gradient interference for efficient sparse fine-tuning". docs/adr/0008
+says where and why we deviate from the printed ones.
 
 # Legend: T tokens, D and E features, L decoder layers.
 """
@@ -20,7 +23,10 @@ from permille.errors import InputError
 
 LARGEST_RATE = 0.99
 SPREAD = 0.1
-"""How far a layer may be from the mean: the printed programme has no bounds, and would empty layers."""
+"""Largest difference of a layer's rate from the mean.
+
+The paper's linear programme has no bounds and would remove whole layers.
+"""
 
 
 def cubic_rate(final: float, round_: int, rounds: int) -> float:
@@ -29,10 +35,10 @@ def cubic_rate(final: float, round_: int, rounds: int) -> float:
 
 
 def linear_cka(x_TD: NDArray[np.float32], y_TE: NDArray[np.float32]) -> float:
-    """Return the similarity of two layers' features of the same tokens, 0 to 1.
+    """Return the similarity of two layers' features of the same tokens, from 0 to 1.
 
-    Rotation and scale of the features do not matter.
-    A feature that is the same for all tokens has similarity 0 to everything.
+    It does not change if the features are rotated or scaled. If all features of a layer are the same for
+    all tokens, its similarity is 0.
     """
     x_TD = x_TD - x_TD.mean(axis=0, dtype=np.float64)
     y_TE = y_TE - y_TE.mean(axis=0, dtype=np.float64)
@@ -41,7 +47,10 @@ def linear_cka(x_TD: NDArray[np.float32], y_TE: NDArray[np.float32]) -> float:
 
 
 def similarities(features: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """Return the CKA of each pair of layers, float64 [L, L]. Features have equal rows; widths may differ."""
+    """Return the CKA of each pair of layers, float64 [L, L].
+
+    The features must have equal numbers of rows. Their widths may differ.
+    """
     found_LL = np.eye(len(features))
     for first in range(len(features)):
         for second in range(first):
@@ -51,7 +60,7 @@ def similarities(features: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]
 
 
 def importance(similarity_LL: NDArray[np.float64], beta: float = 1.0) -> NDArray[np.float64]:
-    """Return the importance of each layer, float64 [L]: 1 where no other layer is like it."""
+    """Return the importance of each layer, float64 [L]. It is 1 if no other layer is similar."""
     others_L = similarity_LL.sum(axis=1) - np.diagonal(similarity_LL)
     found_L: NDArray[np.float64] = np.exp(-beta * others_L)
     return found_L
@@ -65,15 +74,15 @@ def layer_rates(
     *,
     spread: float = SPREAD,
 ) -> NDArray[np.float64]:
-    """Return the rates that keep most of the importance, with mean `rate` over the weights, float64 [L].
+    """Return the rates that keep the most importance, float64 [L]. Their mean over the weights is `rate`.
 
     Args:
-        weights_L: number of weights that may be pruned in each layer.
-        pruned_L: rates that the layers have already, below which none can fall.
-        spread: the most by which a layer's rate may differ from the mean; 0 makes all rates equal.
+        weights_L: number of weights of each layer that may be pruned.
+        pruned_L: current rate of each layer. Rates never fall below it.
+        spread: largest difference of a layer's rate from the mean. With 0, all rates are equal.
 
     Raises:
-        InputError: more is pruned already than `rate` allows.
+        InputError: more weights are pruned already than `rate` allows.
     """
     from scipy.optimize import linprog
 
@@ -83,7 +92,7 @@ def layer_rates(
     worth_L = importance_L / importance_L.max()
     share_L = weights_L / weights_L.sum()
     found = linprog(
-        worth_L * share_L,  # of what is pruned: the least
+        worth_L * share_L,  # minimise the importance of the pruned weights
         A_eq=share_L[None],
         b_eq=[rate],
         bounds=np.stack([lower_L, upper_L], axis=1),

@@ -1,17 +1,18 @@
-"""Pruning and fine-tuning of a model in turns, each round to a higher rate (algorithm 1 of the paper).
+"""Pruning and fine-tuning of a model in rounds with rising rates (algorithm 1 of the paper).
 
     report = iterate(Checkpoint(source), folder, texts, IterativePlan(rate=0.6, method=PruningMethod.WANDA))
 
 A round has these steps:
 
-1. Take its rate from the cubic schedule, and the rates of the layers by CKA on the model as it is.
+1. Take the round's rate from the cubic schedule. Distribute it over the layers by CKA of the current model.
 2. Prune, one decoder layer at a time.
-3. Attach adapters whose sizes follow the loss from pruning.
-4. Take steps along the gradient; the last round takes `longer` times as many.
-5. Merge the adapters at kept places.
+3. Attach adapters. Their sizes follow the loss from pruning.
+4. Train the adapters by gradients. The last round takes `longer` times as many steps.
+5. Merge the adapters at kept weights.
 
-Each round has a folder whose `report.json` is written last. After a kill, the same call continues there. It
-repeats at most a layer's pruning or `STEPS_A_CHECKPOINT` steps of `recover`, and ends with the same bits.
+Each round has a folder. Its `report.json` is written last. After a kill, the same call continues in the
+unfinished round, and ends with the same bits. It repeats at most the pruning of one layer, or
+`STEPS_A_CHECKPOINT` steps of `recover`.
 
 # Legend: N, M, E rows of calibration, recovery, evaluation; T tokens; D features; L decoder layers.
 """
@@ -53,8 +54,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CKA_TOKENS = 1024
-"""Of the calibration text, evenly: similarities of layers are made of so many."""
-_PRUNED = 0.3  # of a round's time
+"""Number of tokens of the calibration text, evenly spaced, from which similarities of layers are computed."""
+_PRUNED = 0.3  # share of a round's time that pruning takes, for the progress
 _REPORT, _PLAN = "report.json", "plan.json"
 
 Progress = Callable[[float, str], None]
@@ -62,7 +63,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IterativeText:
-    """Token ids, int64: rows for pruning, for training adapters, and for judging the result."""
+    """Token ids, int64: rows for pruning, for the training of adapters, and for the losses of the reports."""
 
     calibration_NT: NDArray[np.int64]
     recovery_MT: NDArray[np.int64]
@@ -74,17 +75,18 @@ class IterativePlan:
     """The plan of iterative pruning.
 
     Attributes:
-        rate: the share of zeros at the end.
-        rounds: 1 is one-shot pruning and one fine-tuning.
-        rank: the adapters have as many numbers as LoRA's of this rank, in all.
-        by_loss: if True, sizes of pooling adapters follow the loss from pruning; else they are equal.
-        masked: if True, pruned places do not count while adapters train.
-        spread: largest distance of a layer's rate from the mean; 0 makes them equal. A pattern's always are.
-        beta: of `importance`; its sign alone matters, and below 0 the rates are those of (21) as printed.
-        recovery: the steps of a round; `seed` is of the first one.
-        l2: weight of the squared trained numbers in the loss, halved (norm control, 4.2).
+        rate: share of zeros at the end.
+        rounds: number of rounds. With 1, the model is pruned once and fine-tuned once.
+        rank: sets the number of trained numbers: about as many as LoRA of this rank has for all linears.
+        by_loss: if True, the sizes of pooling adapters follow the loss from pruning. Else they are equal.
+        masked: if True, pruned weights stay 0 while adapters train.
+        spread: largest difference of a layer's rate from the mean. It is ignored with a pattern, since then
+            all rates are equal.
+        beta: factor of `importance`. Only its sign matters. Below 0, rates are those of (21) as printed.
+        recovery: plan of a round's training. `seed` is that of the first round.
+        l2: norm control (4.2). `l2 / 2` times the sum of the squared trained numbers is added to the loss.
         longer: factor on the number of steps of the last round.
-        device: the device of torch's computations.
+        device: torch device of the computations.
     """
 
     rate: float
@@ -105,17 +107,17 @@ class IterativePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
-    """One round. Losses are nats per token of the evaluation rows; None without any.
+    """The report of a round. Losses are nats per token of the evaluation rows, None if there are no rows.
 
     Attributes:
-        rates: by decoder layer.
-        loss_before: at the beginning of the round.
-        loss_pruned: before the fine-tuning.
-        loss_dense: with dense adapters beside the weights, before merging; None where they are masked.
-        loss_merged: at the end of the round.
-        numbers: how many were trained.
-        norms: of the adapters' changes at kept and at pruned places.
-        linears: what pruning lost; none where the round's rate left nothing to prune.
+        rates: rate of each decoder layer.
+        loss_before: loss at the start of the round.
+        loss_pruned: loss after pruning, before the fine-tuning.
+        loss_dense: loss with dense adapters before merging, None if the adapters are masked.
+        loss_merged: loss at the end of the round.
+        numbers: number of trained numbers.
+        norms: norms of the adapters' changes at kept and at pruned weights.
+        linears: report of each pruned linear. Empty if the round's rate left nothing to prune.
     """
 
     rate: float
@@ -137,13 +139,15 @@ def iterate(
     *,
     progress: Progress = lambda _share, _note: None,
 ) -> tuple[Path, list[RoundReport]]:
-    """Make the sparse model below `folder`. Returns its folder, and a report for each round.
+    """Make the sparse model below `folder`. Return the model's folder, and a report of each round.
 
-    Results of an earlier call with the same arguments are used. Anything else in `folder` is deleted.
+    Results of an earlier call with the same arguments are reused. Otherwise the contents of `folder` are
+    deleted.
 
     Raises:
-        InputError: as `PruningPlan.check` and `recover`, no round or rank, or a source as sparse already.
-        OSError: as the file system reports it.
+        InputError: `PruningPlan.check` or `recover` refuses, `rounds`, `rank` or `longer` is below 1, or the
+            source is as sparse already.
+        OSError: the file system failed.
     """
     if plan.rounds < 1 or plan.rank < 1 or plan.longer < 1:
         raise InputError(
@@ -181,7 +185,7 @@ def iterate(
 
 
 class _Round:
-    """The state of one round."""
+    """One round, with its source and folder."""
 
     def __init__(
         self, source: Checkpoint, folder: Path, text: IterativeText, plan: IterativePlan, number: int
@@ -191,7 +195,7 @@ class _Round:
         folder.mkdir(exist_ok=True)
 
     def run(self, loss_before: float | None, progress: Progress) -> RoundReport:
-        """Prune, fine-tune, merge, judge."""
+        """Prune, fine-tune, merge the adapters, and measure the losses."""
         rates = self._rates()
         linears = self._prune(rates, lambda done, of: progress(_PRUNED * done / of, f"layer {done}/{of}"))
         pruned = Checkpoint(self.folder / "pruned")
@@ -234,7 +238,7 @@ class _Round:
         )
 
     def _rates(self) -> list[float]:
-        """Return the layers' rates. They are kept, since a pruned layer's inputs change."""
+        """Return the layers' rates. They are stored, so that a continued round has the same ones."""
         path = self.folder / "rates.json"
         if not path.exists():
             weights_L = np.array(
@@ -270,7 +274,7 @@ class _Round:
         target = self.folder / "pruned"
         try:
             check_not_pruned(self.source, plan)
-        except InputError:  # late rounds of a narrow model differ by less than a weight a row
+        except InputError:  # rates of late rounds may differ by less than one weight per row
             copy_model(self.source, target)
             return ()
         text = PruningText(calibration_NT=self.text.calibration_NT)
@@ -279,7 +283,7 @@ class _Round:
         ).linears
 
     def _sizes(self, linears: tuple[LinearReport, ...]) -> dict[str, int]:
-        """Return the rank or the groups of each linear's adapter."""
+        """Return the rank, or the number of groups, of each linear's adapter."""
         shapes = dict(scoped_tensors(self.source.config))
         if self.plan.adapter is AdapterKind.LORA:
             return {name: min(self.plan.rank, *shape) for name, shape in shapes.items()}
@@ -291,12 +295,16 @@ class _Round:
 
 
 def _pulled(parameter: torch.nn.Parameter, l2: float, gradient: torch.Tensor) -> torch.Tensor:
-    """Add the gradient of the squares. The rows of a step go through the model in one pass here."""
+    """Return the gradient with that of the norm control added.
+
+    The hook runs once for each backward pass. All rows of a step must therefore fit into one pass, of
+    `TOKENS_A_PASS` tokens.
+    """
     return gradient.add(parameter.detach(), alpha=l2)
 
 
 def layer_features(source: Checkpoint, rows_NT: NDArray[np.int64], device: str) -> list[NDArray[np.float32]]:
-    """Return hidden states behind each decoder layer at some tokens, float32 [at most CKA_TOKENS, D] each."""
+    """Return each decoder layer's output at some tokens, float32 [at most CKA_TOKENS, D] each."""
     taken = np.unique(np.linspace(0, rows_NT.size - 1, min(CKA_TOKENS, rows_NT.size)).astype(np.int64))
     stream = LayerStream(source, device=device)
     found = []
@@ -312,7 +320,7 @@ def layer_features(source: Checkpoint, rows_NT: NDArray[np.int64], device: str) 
 
 
 def _prepare(source: Checkpoint, folder: Path, text: IterativeText, plan: IterativePlan) -> None:
-    """Delete files of another plan, source or text."""
+    """Delete the files of another plan, source or text, and write this plan."""
     rows = [each for each in (text.calibration_NT, text.recovery_MT, text.evaluation_ET) if each is not None]
     about = {
         "source": source.digest(),

@@ -1,6 +1,8 @@
-"""Answers of sparse models to tasks that they were not trained for: BoolQ of the paper's seven, and two more.
+"""Measure the accuracy of sparse models on tasks without training for them.
 
-PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.sparse.tasks
+    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.sparse.tasks
+
+BoolQ is one of the seven tasks of the paper. RTE and COPA are not.
 """
 
 import shutil
@@ -41,7 +43,7 @@ ITEMS, MAX_TOKENS = 200, 256
 
 
 def made(bench: Bench, way: str) -> Any:
-    """Return the model of a way at 60 %, of the first seed."""
+    """Return the model of a way at 60 % zeros, with seed 0."""
     source = Checkpoint(bench.sources.models / CASE.model)
     if way == DENSE:
         return load_model(source.folder)
@@ -59,7 +61,7 @@ def made(bench: Bench, way: str) -> Any:
 
 
 def answered(bench: Bench, way: str) -> Result:
-    """Return a character for each item of a task: 1 where the right answer is the likeliest a token."""
+    """Return a string for each task, with a 1 for each item whose right answer is the likeliest per token."""
     begun = time.process_time()
     model = made(bench, way)
     trainable = parameters_of(model, [])
@@ -77,12 +79,12 @@ def _fitting(examples: Sequence[Any], encoder: Encoder) -> Iterator[Choices]:
     for example in examples:
         try:
             yield encode_example(example, encoder, begin=encoder.begin, max_tokens=MAX_TOKENS)
-        except InputError:  # a candidate that does not fit
+        except InputError:  # a candidate is longer than MAX_TOKENS
             continue
 
 
 def main() -> None:
-    """Measure what is missing."""
+    """Measure the missing cells."""
     options = settings_parser(__doc__, "sparse").parse_args()
     torch.set_num_threads(options.threads)
     work: Path = options.folder / "sparse-tasks"

@@ -1,7 +1,8 @@
-"""The ways to a sparse model that are compared, all at equal numbers of trained values and of tokens.
+"""The compared ways to make a sparse model.
 
-One-shot ways prune, then train LoRA in all steps. Iterative ways have rounds of both. Each variation changes
-one thing.
+One-shot ways prune once, then train an adapter for all steps. Iterative ways alternate pruning and training
+in rounds. Each variation changes one setting. All ways have about the same number of trained values and of
+steps.
 """
 
 from collections.abc import Mapping
@@ -16,19 +17,19 @@ STEPS = 48
 RANK = 2
 ROUNDS, LONGER = 5, 4
 L2 = 0.001
-"""Of the paper's table 3, the best there."""
+"""Weight of the norm control, the best one in table 3 of the paper."""
 ABLATED = "0.6"
 
 
 class Way(StrEnum):
-    """The way that a model becomes sparse; the name gives the method, then its variation."""
+    """A way to make a model sparse: the method, then its variation."""
 
     WANDA = "Wanda"
     SPARSEGPT = "SparseGPT"
     MAGNITUDE = "magnitude"
     WANDA_DENSE = "Wanda, dense LoRA"
     WANDA_POOLING = "Wanda, pooling"
-    FORWARD = "Wanda, pooling, forward-only"  # measured once, a loser: its code is gone
+    FORWARD = "Wanda, pooling, forward-only"  # measured worse; its code was deleted
     ITERATIVE = "iterative"
     SPARSEGPT_ITERATIVE = "iterative, SparseGPT"
     ONE_ROUND = "iterative, 1 round"
@@ -57,7 +58,7 @@ ABLATIONS = tuple(way for way in Way if way not in (*TABLE, Way.FORWARD))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Adam's rate of the first step, by the kind of adapter."""
+    """Adam's learning rate in the first step, for each kind of adapter."""
 
     lora: float
     pooling: float
@@ -68,7 +69,7 @@ class Rates:
 
 
 def target_of(text: str) -> tuple[float, Pattern | None]:
-    """Parse a rate such as 0.6, or a pattern such as 2:4 with its own rate."""
+    """Parse a rate such as 0.6 or a pattern such as 2:4. Return the rate, and the pattern or None."""
     if ":" not in text:
         return float(text), None
     pattern = Pattern.parse(text)
@@ -76,9 +77,9 @@ def target_of(text: str) -> tuple[float, Pattern | None]:
 
 
 def plan_of(way: Way, target: str, seed: int, rates: Rates) -> IterativePlan:
-    """Return the plan of a way in steps of one row.
+    """Return the plan of a way, with steps of one row.
 
-    A one-shot way has one round, equal rates and adapters, and no norm control.
+    A one-shot way has one round, equal rates for all layers, adapters of equal sizes, and no norm control.
     """
     share, pattern = target_of(target)
     plan = IterativePlan(
