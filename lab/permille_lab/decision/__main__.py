@@ -1,11 +1,11 @@
-"""Measure how often useless and useful models are adopted: `make bench-decision`.
+"""Simulate how often useless and useful models are adopted: `make bench-decision`.
 
-The simulation compares the agent's rule with the interval of a bootstrap (percentiles, 95 %, above 0). Each
-trial draws groups of a person's held-out documents. Every group has a gain a token, drawn with the true mean.
-Most of the distributions are skewed: a few groups lose much. An interval of the groups that were seen knows
-nothing of such losses.
+The simulation compares the agent's rule with a bootstrap, which adopts if its 95 % percentile interval is
+above 0. Each trial draws the gains per token of groups of a person's held-out documents. Their true mean
+is known. Most of the distributions are skewed: a few groups lose much. If none of these groups is in the
+sample, a bootstrap cannot know of such losses.
 
-Little text is judged part by part. Its groups hold few tokens and follow each other, so neighbours are alike.
+Short text is judged in parts. Its groups have few tokens and are consecutive, so neighbours are similar.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,17 +18,20 @@ from permille_agent.embed import compare_losses
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 
 SPREAD = 0.3
-"""Standard deviation of the gains of groups, nats per token: as of people's tweets."""
+"""Standard deviation of the gains of groups in nats per token, as measured on people's tweets."""
 HURT = 0.05
 GROUPS = (20, 40, 100)
 GAINS = (0.0, 0.01, 0.1, 0.2, 0.4)
-"""True means; a gain of the margin or less is to be refused."""
+"""True mean gains. A gain of at most the agent's margin should be refused."""
 LITTLE_GROUPS = 31
-"""Of 24 tokens, where a person has 1,000: three parts of four are judged."""
+"""Number of groups of 24 tokens for a person with 1,000 tokens. Three of the four parts are judged."""
 ALIKE = (0.0, 0.3, 0.6)
 """Correlation of the gains of neighbouring groups; 0.3 is that of people's tweets."""
 _PART_GAINS = (0.5, 0.8, 1.0)
-"""Of the gain of the state that is adopted: those which judge the parts were trained on less."""
+"""Gain in each judged part, as a share of the adopted state's gain.
+
+The states that judge the parts were trained on less text than the adopted state.
+"""
 _RESAMPLES = 2000
 _LEAST_TOKENS, _MOST_TOKENS = 64, 300
 
@@ -40,7 +43,7 @@ def _normal(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.floa
 
 
 def _exponential(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
-    """Draw gains of which few groups lose much."""
+    """Draw gains of which a few groups lose much."""
     return 1.0 - rng.standard_exponential(shape)
 
 
@@ -52,7 +55,7 @@ def _lognormal(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.f
 
 
 def _hurt(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
-    """Draw gains of which one group in twenty is badly hurt, and the others gain a little, all alike."""
+    """Draw gains of which one group in twenty loses much. All others have the same small gain."""
     hurt = rng.random(shape) < HURT
     found: NDArray[np.float64] = np.where(hurt, HURT - 1.0, HURT) / np.sqrt(HURT * (1 - HURT))
     return found
@@ -64,11 +67,11 @@ DRAWS: Mapping[str, Draw] = {
     "lognormal": _lognormal,
     "one in twenty hurt": _hurt,
 }
-"""Of mean 0 and standard deviation 1."""
+"""Distributions with mean 0 and standard deviation 1."""
 
 
 def measure(draw: str, groups: int, *, gain: float, trials: int) -> Result:
-    """Shares of trials in which each rule adopts."""
+    """Return the share of trials in which each rule adopts."""
     rng = np.random.default_rng([groups, round(1000 * gain), list(DRAWS).index(draw)])
     gain_TG = gain + SPREAD * DRAWS[draw](rng, (trials, groups))
     tokens_TG = rng.integers(_LEAST_TOKENS, _MOST_TOKENS, (trials, groups))
@@ -84,16 +87,17 @@ def measure(draw: str, groups: int, *, gain: float, trials: int) -> Result:
 
 
 def measure_little(draw: str, alike: float, *, gain: float, trials: int) -> Result:
-    """Share of trials in which a model of 1,000 tokens is adopted."""
+    """Return the share of trials in which a model is adopted, for a person with 1,000 tokens."""
     rng = np.random.default_rng(
         [LITTLE_GROUPS, round(1000 * gain), round(10 * alike), list(DRAWS).index(draw)]
     )
-    # A group copies the one before with this chance. So neighbours are alike, and all have the same law.
+    # A group copies the one before with probability `alike`. Thus neighbours are correlated, and the
+    # distribution of each group stays the same.
     own_TG = DRAWS[draw](rng, (trials, LITTLE_GROUPS))
     copies_TG = rng.random((trials, LITTLE_GROUPS)) < alike
     for group in range(1, LITTLE_GROUPS):
         own_TG[:, group] = np.where(copies_TG[:, group], own_TG[:, group - 1], own_TG[:, group])
-    # A gain of the margin or less is the same in every part. A larger gain grows with the text learned.
+    # A gain of at most the margin is the same in every part. A larger gain grows with the trained text.
     parts_G = np.repeat(_PART_GAINS, [11, 10, 10]) if gain > 0.01 else np.ones(LITTLE_GROUPS)
     gain_TG = gain * parts_G + SPREAD * own_TG
     tokens_G = np.full(LITTLE_GROUPS, 24)
@@ -101,7 +105,7 @@ def measure_little(draw: str, alike: float, *, gain: float, trials: int) -> Resu
 
 
 def main() -> None:
-    """Simulate what is missing: about a minute."""
+    """Simulate the missing cells. All cells take about a minute."""
     parser = settings_parser(__doc__, "decision")
     parser.add_argument("--trials", type=int, default=4000)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The table of the page on decisions, from finished cells."""
+"""Tables of docs/results/decision.md, from finished cells."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from permille_lab.measuring.tables import markdown
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Shares of adopted models by their true gain, the agent's rule before the bootstrap's."""
+    """Return the percentage of adopted models by their true gain, with that of the bootstrap in brackets."""
     rows = [
         {
             "gains of groups": settings["draw"],

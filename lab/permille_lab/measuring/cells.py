@@ -1,11 +1,14 @@
-"""Finished measurements, one JSON line each: a stopped benchmark continues where it was.
+"""Finished measurements in `lab/results`, one JSON line each. The pages are made from them.
 
-They are kept in `lab/results`, from which the pages are made.
+    cells = Cells(RESULTS / "engine.jsonl")
+    result = cells.once("step", {"shape": "1.1B"}, measure)    # measures only if the cell is missing
 
-A cell is a measurement whose contenders ran interleaved in one process (or in child processes, one after the
-other). Its ratios hold within it. It is written once, whole, when all of it is done. Half a line that a kill
-left behind is cut off. A cell is known by its figure and its settings, not by the machine. One file is one
-machine's, except for cells that `keep` added.
+A cell is one measurement. Its contenders run interleaved in one process, or in child processes one after the
+other. Compare times only within a cell. A cell is written when it is finished, so a stopped benchmark
+continues with the first unfinished cell. An incomplete last line, which a kill may leave, is cut off.
+
+A cell is identified by its figure and its settings, not by the machine. All cells of a file are of one
+machine, except those that `keep` added from elsewhere.
 """
 
 import argparse
@@ -19,21 +22,22 @@ from typing import Any
 from permille.errors import InputError
 
 RESULTS = Path("lab/results")
-"""Of every benchmark, in a checkout."""
+"""Folder of the results in a checkout."""
 FOLDER = Path("build/bench")
-"""Of packages that benchmarks make."""
+"""Folder of the packages that benchmarks make."""
 
 Settings = dict[str, Any]
 Result = dict[str, Any]
 
 
 class Cells:
-    """The cells of one file, which is made when the first of them is finished."""
+    """The cells of one file. The file is created when its first cell is finished."""
 
     def __init__(self, path: Path) -> None:
-        """
+        """Read the file if it exists.
+
         Raises:
-            InputError: a line before the last is not a cell.
+            InputError: a complete line is not a cell.
         """
         self._path = path
         self._results: dict[str, Result] = {}
@@ -41,13 +45,13 @@ class Cells:
             self._read()
 
     def __iter__(self) -> Iterator[tuple[str, Settings, Result]]:
-        """(figure, settings, result), in the order in which they were finished."""
+        """Yield (figure, settings, result) of each cell, in the order in which they were finished."""
         for key, result in self._results.items():
             figure, settings = json.loads(key)
             yield figure, settings, result
 
     def of(self, figure: str) -> list[tuple[Settings, Result]]:
-        """The finished cells of a figure."""
+        """Return the settings and results of the finished cells of a figure."""
         return [(settings, result) for name, settings, result in self if name == figure]
 
     def has(self, figure: str, settings: Settings) -> bool:
@@ -55,7 +59,7 @@ class Cells:
         return _key(figure, settings) in self._results
 
     def once(self, figure: str, settings: Settings, measure: Callable[[], Result]) -> Result:
-        """Return the cell's result. If it is not there, measure and write it."""
+        """Return the result of a cell. If it is missing, measure and write it first."""
         key = _key(figure, settings)
         if key not in self._results:
             sys.stderr.write(f"{figure} {json.dumps(settings)}\n")
@@ -63,9 +67,9 @@ class Cells:
         return self._results[key]
 
     def keep(self, figure: str, settings: Settings, result: Result) -> None:
-        """Write a cell that was measured, here or elsewhere."""
+        """Write a finished cell, which may come from another machine."""
         self._append({"figure": figure, "settings": settings, "result": result})
-        # Keep the form that a restart will read. A value that JSON cannot hold would change then.
+        # Keep the form that a restart would read: JSON turns tuples into lists, for example.
         self._results[_key(figure, settings)] = json.loads(json.dumps(result))
 
     def _read(self) -> None:
@@ -91,14 +95,15 @@ class Cells:
 
 
 def settings_parser(doc: str | None, name: str) -> argparse.ArgumentParser:
-    """A parser with the options that all have: `--folder`, `--cells`, `--threads`.
+    """Return a parser with the options of all benchmarks: `--folder`, `--cells` and `--threads`.
 
     Args:
-        name: of the file of cells in `RESULTS`.
+        doc: the description, usually the docstring of the module.
+        name: name of the file of cells in `RESULTS`, without its suffix.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="packages are made here, once")
-    parser.add_argument("--cells", type=Path, default=RESULTS / f"{name}.jsonl", help="finished cells")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="folder of the packages, made once")
+    parser.add_argument("--cells", type=Path, default=RESULTS / f"{name}.jsonl", help="results file")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     return parser
 

@@ -1,8 +1,8 @@
-"""A package as a model of transformers in float32, to compare engines with.
+"""A package as a model of transformers in float32. Tests compare engines with it.
 
-Masked weights, or numbers of an adapter, are parameters of their own: every linear layer that a mask may
-cover becomes a `MaskedLinear` or an `AdaptedLinear`. Everything else is transformers' own code on the decoded
-tensors. No code of a package runs: its family is on our list, and transformers has the code.
+Every linear that a mask may cover becomes a `MaskedLinear` or an `AdaptedLinear`, whose parameter `values`
+holds the trained numbers. Everything else is code of transformers with the decoded tensors. A package cannot
+bring code: its model family must be one of our list, which transformers implements.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,13 @@ from permille.quantization import dequantize
 
 
 class MaskedLinear(nn.Module):
-    """`y = x W^T + b` with `W[mask] = values`: sparse values replace what the codes decode to (ADR 12)."""
+    """`y = x W^T + b` with `W[mask] = values`: the values replace the decoded codes (ADR 12)."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, indices: Tensor) -> None:
-        """`indices` are flat, int64 [c]; `values` [c] float32 is what `functional_call` replaces."""
+        """Store the weight and the flat indices of its mask, int64 [C].
+
+        `values`, float32 [C], is a parameter, so that `functional_call` can replace it.
+        """
         super().__init__()
         self.weight = nn.Parameter(weight_NK, requires_grad=False)
         self.bias = None if bias_N is None else nn.Parameter(bias_N, requires_grad=False)
@@ -37,16 +40,22 @@ class MaskedLinear(nn.Module):
         self.column_C: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] to [..., N]."""
+        """Return the product for x [..., K], [..., N]."""
         weight_NK = self.weight.index_put((self.row_C, self.column_C), self.values)
         return functional.linear(x, weight_NK, self.bias)
 
 
 class AdaptedLinear(nn.Module):
-    """`y = x W^T + b + scale (x A^T) B^T` (FORMAT 4.10); `values` begin with A where it is trained."""
+    """`y = x W^T + b + scale (x A^T) B^T` (FORMAT 4.10).
+
+    `values` holds B, or for LoRA first A and then B.
+    """
 
     def __init__(self, linear: nn.Linear, adapter: AdapterInfo, a_RK: Tensor, count: int) -> None:
-        """`count` values, 0 where nothing stands beside the linear; `functional_call` replaces them."""
+        """Store the linear and A. `count` is the number of values, 0 if the linear has no adapter.
+
+        `values` is a parameter, so that `functional_call` can replace it.
+        """
         super().__init__()
         self.linear = linear
         self.values = nn.Parameter(torch.zeros(count), requires_grad=False)
@@ -55,7 +64,7 @@ class AdaptedLinear(nn.Module):
         self._adapter = adapter
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] to [..., N]."""
+        """Return the output for x [..., K], [..., N]."""
         y: Tensor = self.linear(x)
         if not len(self.values):
             return y
@@ -69,8 +78,13 @@ class AdaptedLinear(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedModel:
-    """A causal language model of transformers; `value_names` are its trained layers' `values`, in the
-    package's order."""
+    """A causal language model of transformers.
+
+    Attributes:
+        value_names: names of the parameters `values` of all trained linears, in the order of the package.
+        vocabulary: number of token ids.
+        positions: largest number of positions, None if there is no limit.
+    """
 
     module: nn.Module
     value_names: tuple[str, ...]
@@ -79,10 +93,10 @@ class DecodedModel:
 
 
 def load_decoded_model(package: Package) -> DecodedModel:
-    """Decode the package's weights once and build its model.
+    """Decode the package's weights and build its model.
 
     Raises:
-        InputError: as `transformers_config`.
+        InputError: `transformers_config` refuses the config.
     """
     config = transformers_config(package.config)
     shown = logging.is_progress_bar_enabled()
@@ -104,14 +118,14 @@ def load_decoded_model(package: Package) -> DecodedModel:
 
 
 def _state(package: Package) -> dict[str, Tensor]:
-    """Return all tensors in float32, with quantized layers decoded."""
+    """Return all tensors in float32. Quantized ones are decoded."""
     plain = {name: torch.from_numpy(package.plain(name).float32().copy()) for name in package.plain_names}
     names = [info.name for info in package.manifest.tensors]
     return plain | {name: torch.from_numpy(dequantize(package.quantized(name))) for name in names}
 
 
 def _trained_layer(model: Any, package: Package, info: TensorInfo) -> str:
-    """Put a layer with values in the place of a linear one; returns their name."""
+    """Replace a linear by one with values. Return the name of the values."""
     path, adapter = info.name.removesuffix(".weight"), package.manifest.adapter
     linear = model.get_submodule(path)
     if adapter is not None:

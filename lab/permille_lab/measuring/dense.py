@@ -1,8 +1,8 @@
-"""The same model without a package's engine: dense in transformers, or 4-bit in bitsandbytes; and its losses.
+"""A package's model without our engines: dense in transformers, or in 4 bits by bitsandbytes.
 
-The dense weights are what the package's codes decode to, with the sparse values in place, so a dense model
-computes what our engines compute. It is the strongest dense form that torch has: no padding, hidden states
-cut to the positions that predict a target before the head, matrices reordered once for oneDNN where it can.
+The dense weights are the decoded codes with the sparse values in place, so a dense model computes the same as
+our engines. It is the fastest dense form in torch: no padding, a head that computes only positions that
+predict a target, and matrices that are reordered once for oneDNN, if it supports that.
 
 # Legend: B sequences, T tokens, R targets, H hidden size, D vocabulary.
 """
@@ -23,10 +23,13 @@ from permille_lab.measuring.transformers_folder import link_transformers_folder
 
 
 def dense_model(package: Package, *, prepacked: bool) -> Any:
-    """A float32 Llama of transformers with the package's weights and sparse values, tensor by tensor.
+    """Return the package's model in float32, with the sparse values in place.
+
+    The model is created without memory and filled tensor by tensor.
 
     Args:
-        prepacked: reorder matrices once, so that no product does it; they can then not be changed.
+        prepacked: reorder matrices once for oneDNN, instead of in every product. They cannot be changed
+            afterwards.
     """
     config = CONFIG_MAPPING[package.config["model_type"]].from_dict(dict(package.config))
     with torch.device("meta"):
@@ -43,16 +46,16 @@ def dense_model(package: Package, *, prepacked: bool) -> Any:
         _place(model, name, torch.from_numpy(package.plain(name).float32().copy()), prepacked=prepacked)
     if config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    # Frequencies are not in a checkpoint: the module computes them when it is made.
+    # A checkpoint has no rotary frequencies. Only a new module computes them, outside the meta device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
     return model.eval().requires_grad_(False)
 
 
 def bitsandbytes_model(package: Package, folder: Path) -> Any:
-    """The package's dense layer opened by transformers with bitsandbytes: 4 bits, no sparse values.
+    """Return the package's model in 4 bits by bitsandbytes, without sparse values.
 
-    The quantizer leaves tables and norms in their stored dtype whatever `dtype` says: a bf16 head would be
-    emulated.
+    bitsandbytes leaves embedding, head and norms in their stored dtype, whatever `dtype` says. They are
+    converted to float32, because a CPU would emulate a bf16 head.
     """
     link_transformers_folder(package, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -66,13 +69,13 @@ def bitsandbytes_model(package: Package, folder: Path) -> Any:
 
 
 def batch_loss(model: Any, batch: Batch) -> float:
-    """Mean loss over the batch's targets; logits of those positions alone."""
+    """Return the mean loss over the batch's targets. Only their logits are computed."""
     with torch.no_grad():
         return float(mean_loss(model, batch))
 
 
 def mean_loss(model: Any, batch: Batch) -> Tensor:
-    """The same as a tensor that may have a gradient."""
+    """Return the loss of `batch_loss` as a tensor, which may have a gradient."""
     ids_BT = torch.from_numpy(batch.input_ids_BT)
     target_BT = torch.from_numpy(batch.target_BT)
     hidden_BTH = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
@@ -82,7 +85,7 @@ def mean_loss(model: Any, batch: Batch) -> Tensor:
 
 
 class PrepackedLinear(nn.Module):
-    """A linear layer whose weight lies as oneDNN wants it. A weight that it cannot reorder stays as it is."""
+    """A linear with its weight in the layout of oneDNN. A weight that cannot be reordered stays as it is."""
 
     def __init__(self, weight_NK: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -95,7 +98,7 @@ class PrepackedLinear(nn.Module):
             self.reordered = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """x W^T + b."""
+        """Return x W^T + b."""
         if not self.reordered:
             return functional.linear(x, self.weight, self.bias)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")

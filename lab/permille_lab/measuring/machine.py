@@ -1,4 +1,4 @@
-"""The machine, time and memory of a measurement, as the system accounts for them."""
+"""Machine, time and memory of a measurement, as the operating system reports them."""
 
 import importlib.metadata
 import os
@@ -20,7 +20,7 @@ _PACKAGES = ("numpy", "torch", "transformers", "bitsandbytes", "peft")
 
 
 def machine() -> dict[str, Any]:
-    """Processor, its instruction sets, cores, memory, load and versions, now."""
+    """Return processor, instruction sets, cores, memory, current load and versions."""
     return {
         "processor": _named("model name") or platform.machine(),
         "instructions": sorted(instructions()),
@@ -33,34 +33,34 @@ def machine() -> dict[str, Any]:
 
 
 def instructions() -> set[str]:
-    """Return the known instruction sets that decide which kernels run, by name."""
+    """Return the names of the processor's instruction sets that decide which kernels run."""
     found = (_named("flags") or _named("Features") or "").split()
     return set(_FLAGS) & set(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One measured call: wall and processor seconds (of all threads of this process)."""
+    """Wall-clock seconds of a call, and processor seconds of all threads of this process."""
 
     wall_s: float
     cpu_s: float
 
 
 def timed(step: Step) -> Timing:
-    """Call it once."""
+    """Call the step once and return its timing."""
     wall, cpu = time.perf_counter(), time.process_time()
     step()
     return Timing(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def interleaved(steps: Mapping[str, Step], *, rounds: int) -> dict[str, dict[str, Any]]:
-    """Run each step once unmeasured, then all in rounds, so that a busy machine is busy for all.
+    """Run each step once to warm up, then time all steps in turns. Other load thus disturbs all alike.
 
     Args:
-        rounds: how often each is measured.
+        rounds: number of timings of each step.
 
     Returns:
-        For each: the medians `wall_s` and `cpu_s`, the fastest `least_s`, and all `walls`.
+        For each step: the medians `wall_s` and `cpu_s`, the fastest time `least_s`, and all times `walls`.
     """
     for step in steps.values():
         step()
@@ -73,7 +73,7 @@ def interleaved(steps: Mapping[str, Step], *, rounds: int) -> dict[str, dict[str
 
 
 def summary(timings: list[Timing]) -> dict[str, Any]:
-    """Medians of several calls."""
+    """Return the medians, the fastest time and all times of several calls."""
     walls = [timing.wall_s for timing in timings]
     return {
         "wall_s": round(statistics.median(walls), 4),
@@ -84,7 +84,11 @@ def summary(timings: list[Timing]) -> dict[str, Any]:
 
 
 def resident() -> dict[str, int]:
-    """Return bytes of this process: now (`VmRSS`), peak (`VmHWM`), and those that no file backs."""
+    """Return the resident bytes of this process, as /proc names them.
+
+    `VmRSS` are those now, `VmHWM` is their peak, `RssAnon` are those without a file, and `RssFile` those of
+    mapped files.
+    """
     found = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -94,7 +98,10 @@ def resident() -> dict[str, int]:
 
 
 class AnonymousPeak:
-    """The largest sampled `RssAnon` while the block runs. The kernel keeps a peak of the total alone."""
+    """The largest `RssAnon` while the `with` block runs.
+
+    It is sampled every 10 ms, because the kernel stores only the peak of the total.
+    """
 
     def __init__(self) -> None:
         self._done = threading.Event()

@@ -1,6 +1,6 @@
-"""Packages of real models for benchmarks: scored on public text, written by the library.
+"""Packages of real models for benchmarks. Masks are selected by Fisher scores on C4.
 
-Embeddings keep the model's own dtype by default, as earlier measurements had them.
+By default, embeddings keep the dtype of the model, as in earlier measurements.
 """
 
 import os
@@ -18,7 +18,7 @@ DENSITIES = {"stories260K-hf": 0.01, "reference-7M": 0.001}
 _OTHER_DENSITY = 0.001
 _SEQUENCES, _LENGTH = 64, 128
 SMOLLM2_FILE = Path("build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-"""Where `make smollm2` puts the model."""
+"""The model that `make smollm2` downloads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,8 @@ class Sources:
     """The places of models and texts.
 
     Attributes:
-        models: transformers folders by name.
-        data: holds `text/c4_en/c4_sample.jsonl` and `users/`.
+        models: folder of transformers folders.
+        data: folder with `text/c4_en/c4_sample.jsonl` and `users/`.
     """
 
     models: Path
@@ -35,10 +35,10 @@ class Sources:
 
 
 def sources_from_environment() -> Sources:
-    """The folders that PERMILLE_MODELS and PERMILLE_DATA name.
+    """Return the folders in PERMILLE_MODELS and PERMILLE_DATA.
 
     Raises:
-        SystemExit: one of them is not set.
+        SystemExit: a variable is not set.
     """
     return Sources(
         models=folder_from_environment("PERMILLE_MODELS"), data=folder_from_environment("PERMILLE_DATA")
@@ -49,7 +49,7 @@ def folder_from_environment(name: str) -> Path:
     """Read a folder's path from an environment variable.
 
     Raises:
-        SystemExit: it is not set.
+        SystemExit: the variable is not set.
     """
     try:
         return Path(os.environ[name])
@@ -67,13 +67,13 @@ def model_package(
     trained: float | ChosenAdapter | None = None,
     embeddings: Embeddings = Embeddings.SOURCE,
 ) -> Package:
-    """Return the package of a model with an adapter, or with the mask that Fisher scores on C4 select.
+    """Return the package of a model with an adapter, or with a mask by Fisher scores on C4.
 
-    It is made once in `folder`.
+    The package is made once in `folder` and then reused.
 
     Args:
-        trained: share of the weights that is masked, by default by the model's name; or an adapter.
-        embeddings: form in which the embedding and the head are stored.
+        trained: an adapter, or the density of the mask. The default is that of `DENSITIES`, or 0.001.
+        embeddings: format of the embedding and the head.
     """
     trained = DENSITIES.get(model, _OTHER_DENSITY) if trained is None else trained
     blobs = BlobFolder(folder / "blobs")
@@ -106,7 +106,7 @@ def _written(
             group_size=group_size,
             embeddings=embeddings,
         )
-    # Imported here, so that a process that finds the package needs no torch: its memory is measured.
+    # Imported here, because processes that only open the package have their memory measured without torch.
     from permille.choices import MaskMethod
     from permille.corpora.sequences import token_sequences
     from permille.corpora.sources import ReadReport, file_texts

@@ -1,10 +1,10 @@
 """Packages of random codes in the shapes of known models, written tensor by tensor.
 
-No dense model exists at any time: codes, scales and values are drawn as they are stored. The weights have the
-spread of a trained model's, so that the forward pass stays finite; what they predict is noise. Time and
-memory of a forward pass do not depend on it.
+Codes, scales and values are drawn in their stored form, so a dense model never exists. The weights have the
+spread of a trained model, so that a forward pass stays finite. Its predictions are noise, but time and memory
+do not depend on them.
 
-The same shape, density, scope and seed give the same package.
+The same settings and seed give the same package.
 """
 
 import json
@@ -43,13 +43,13 @@ from permille.quantization.types import (
 )
 from permille.tensors import RawTensor
 
-# Root mean square of an evenly drawn code, in units of its scale.
+# Root mean square of a uniformly drawn code, in units of its scale.
 _CODE_RMS = {Scheme.NF4: 0.55, Scheme.INT4: 4.3, Scheme.INT8: 73.6, Scheme.SOURCE: 4.6}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A Llama's sizes."""
+    """Sizes of a Llama model."""
 
     hidden: int
     inner: int
@@ -60,7 +60,7 @@ class Shape:
     tied: bool = False
 
     def config(self) -> dict[str, Any]:
-        """Its `config.json`."""
+        """Return the contents of `config.json`."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -78,7 +78,7 @@ class Shape:
         }
 
     def with_layers(self, layers: int | None) -> "Shape":
-        """Return the same widths with another depth (None: as it is)."""
+        """Return the shape with another number of layers, or unchanged for None."""
         return self if layers is None else replace(self, layers=layers)
 
 
@@ -102,12 +102,12 @@ def random_package(
     tables: Embeddings = Embeddings.SOURCE,
     seed: int = 0,
 ) -> Package:
-    """The package of a random model in `folder/blobs`; made once, found again by its settings.
+    """Return a random package in `folder/blobs`. It is made once for its settings and then reused.
 
     Args:
-        density: share of the weights of each masked tensor; at least one weight.
-        first_layer: layers below it have no masked weights.
-        tables: how the embedding and the head are stored; `SOURCE` is bf16.
+        density: share of masked weights in each masked tensor. At least one weight is masked.
+        first_layer: first decoder layer with masked weights.
+        tables: format of the embedding and the head. `SOURCE` means bf16.
     """
     blobs = BlobFolder(folder / "blobs")
     settings = (
@@ -138,7 +138,7 @@ def random_package(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _About:
-    """The description of a random package; see `random_package`."""
+    """Settings of a random package; see `random_package`."""
 
     shape: Shape
     density: float
@@ -185,7 +185,7 @@ def _write(blobs: BlobFolder, about: _About) -> str:
 
 
 def _mask(rng: np.random.Generator, shape: tuple[int, int], density: float) -> NDArray[np.uint32]:
-    """Draw one index in each of `density * N * K` equal stretches: increasing without a sort."""
+    """Draw one index in each of `density * N * K` equal ranges. Thus the indices increase without a sort."""
     weights = shape[0] * shape[1]
     count = max(1, round(density * weights))
     stretch = weights // count
@@ -208,12 +208,12 @@ def _random_codes(
     packed = rng.integers(0, 256, packed_size(bits_of(how.name), shape), np.uint8)
     size = scales_shape(how.name, shape, how.group_size)
     if how.name is Scheme.INT8:
-        packed[packed == 128] = 0  # -128 is no code
+        packed[packed == 128] = 0  # int8 codes do not include -128
     elif shape[0] * shape[1] % 2:
         packed[-1] &= 0xF0
     minima = None
     scales = rng.uniform(0.8 * spread, 1.2 * spread, size).astype(np.float32)
-    if how.name is Scheme.SOURCE:  # Q4_1, the dearest of its types
+    if how.name is Scheme.SOURCE:  # like Q4_1, the slowest of the source types
         scales = scales.astype(np.float16).astype(np.float32)
         minima = np.float32(-8) * scales
     return QuantizedTensor(
@@ -249,6 +249,6 @@ def _values(
 
 
 def _bf16(name: str, numbers: NDArray[np.float32]) -> RawTensor:
-    """The upper half of each float32: truncated, which is as random as rounded."""
+    """Return the tensor in bf16: the upper half of each float32. Random numbers need no rounding."""
     halves = (np.ascontiguousarray(numbers).view(np.uint32) >> np.uint32(16)).astype("<u2")
     return RawTensor(name=name, dtype="BF16", shape=numbers.shape, data=halves.view(np.uint8).reshape(-1))

@@ -1,9 +1,9 @@
 """The reference engine: a package's forward pass by transformers, one variant and one sequence at a time.
 
-Slow and obvious, in float32 on a CPU: what fast engines are compared with. Weights are decoded as a whole.
-The gradient is torch's own, by reverse mode. Means of losses are taken in float64.
+It is slow and simple, and computes in float32 on a CPU. Tests compare the fast engines with it. All weights
+are decoded at once. The gradient comes from torch's autograd. Means of losses are float64.
 
-# Legend: V variants, K masked weights, T tokens of a sequence, R target tokens.
+# Legend: V variants, K masked weights, T tokens of a sequence, R target tokens, D vocabulary.
 """
 
 import threading
@@ -31,13 +31,13 @@ _Sequence = tuple[Tensor, Tensor, SoftTargets | None]
 
 
 class ReferenceEngine:
-    """See `permille.engines.interface.GradientEngine` for what each method promises."""
+    """An implementation of `permille.engines.interface.GradientEngine`, which documents the methods."""
 
     def __init__(self, package: Package) -> None:
         """Decode the package's weights and build its model.
 
         Raises:
-            InputError: an unknown model family.
+            InputError: the model family is unknown.
         """
         self._model = load_decoded_model(package)
         self._counts = package.counts
@@ -54,7 +54,7 @@ class ReferenceEngine:
         return self._limits.k
 
     def info(self) -> EngineInfo:
-        """Name, versions, compute dtype, threads and device."""
+        """Return name, versions, compute dtype, threads and device."""
         return EngineInfo(
             name="reference",
             version=f"permille {__version__}, torch {torch.__version__}, "
@@ -66,18 +66,18 @@ class ReferenceEngine:
 
     @property
     def layer_passes(self) -> int:
-        """Passes of one sequence through one decoder layer so far, forward and back."""
+        """Number of passes of a sequence through a decoder layer so far, forward and backward."""
         return self._layer_passes
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Mean loss over the batch's targets for each variant, float32 [v]."""
+        """Return each variant's mean loss over the batch's targets, float32 [V]."""
         check_values(values_VK, self._limits)
         with np.errstate(invalid="ignore", over="ignore"):
             means = [self.token_losses(values_K, batch).mean(dtype=np.float64) for values_K in values_VK]
             return np.array(means).astype(np.float32)
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Loss of each target token, float32 [targets], in row-major order of the batch."""
+        """Return the loss of each target token, float32 [R], in row-major order of the batch."""
         check_values(values_K[None], self._limits)
         batch = check_batch(batch, self._limits, soft=True)
         with self._lock, torch.no_grad():
@@ -87,7 +87,7 @@ class ReferenceEngine:
         return losses_R
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """The mean loss and its gradient by the sparse values, by reverse mode, sequence by sequence."""
+        """Return the mean loss and its gradient with respect to the sparse values, float32 [K]."""
         check_values(values_K[None], self._limits)
         batch = check_batch(batch, self._limits, soft=True)
         loss_sum, sum_K = 0.0, np.zeros(self.k)
@@ -119,10 +119,10 @@ class ReferenceEngine:
         room = sampling.max_new_tokens
         if self._limits.positions is not None:
             room = min(room, self._limits.positions - len(prompt_ids))
-        # Made without the config, it keeps every token: windows are a matter of the attention's mask.
+        # Without a config, the cache keeps every token. The attention mask implements sliding windows.
         cache = transformers.DynamicCache()
         for _ in range(room):
-            # Per token, so that a consumer that pauses does not keep the engine from others.
+            # Lock for one token only, so that a slow consumer does not block other callers.
             with self._lock, torch.no_grad():
                 logits_1D = self._logits(value_K, torch.tensor(ids), 1, past_key_values=cache)
             token = next_token(logits_1D[0].numpy(), sampling, rng, written)
@@ -135,7 +135,10 @@ class ReferenceEngine:
     def _sequence_losses(
         self, value_K: Tensor, ids_T: Tensor, place_R: Tensor, soft: SoftTargets | None
     ) -> Tensor:
-        """[R]: `-log p(token | tokens before it)` of the target tokens, or the divergence from soft ones."""
+        """Return the loss of each target, [R]: `-log p(token | tokens before it)`.
+
+        With soft targets, return the divergence from them.
+        """
         self._layer_passes += self._layers
         logits_RD = self._logits(value_K, ids_T, place_R - 1)
         if soft is None:
@@ -143,7 +146,7 @@ class ReferenceEngine:
         return divergence(logits_RD, torch.tensor(soft.ids_RN), torch.tensor(soft.probability_RN))
 
     def _logits(self, value_K: Tensor, ids_T: Tensor, keep: Tensor | int, **options: Any) -> Tensor:
-        """Logits float32 of one sequence at the positions to keep, or of so many last ones."""
+        """Return float32 logits of one sequence at the positions `keep`, or at its last `keep` positions."""
         values = dict(zip(self._model.value_names, torch.split(value_K, list(self._counts)), strict=True))
         options |= {"logits_to_keep": keep, "use_cache": "past_key_values" in options}
         output = functional_call(self._model.module, values, (ids_T[None],), options)
@@ -152,8 +155,10 @@ class ReferenceEngine:
 
 
 def _sequences(batch: Batch) -> Iterator[_Sequence]:
-    """The tokens of each sequence up to its last target, and the places of its targets. Attention is
-    causal, so what comes later changes no loss."""
+    """Yield each sequence's tokens up to its last target, the targets' positions, and its soft targets.
+
+    Attention is causal, so later tokens do not change a loss.
+    """
     first = 0
     for ids_T, target_T in zip(batch.input_ids_BT, batch.target_BT, strict=True):
         place_R = np.flatnonzero(target_T)

@@ -1,4 +1,4 @@
-"""Tables in the form of the results' pages."""
+"""Markdown tables for the pages in docs/results."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,9 +6,9 @@ import pandas as pd
 
 
 def markdown(rows: pd.DataFrame | Iterable[Mapping[str, object]]) -> str:
-    """Return rows as Markdown; empty text if there are none.
+    """Return the rows as a Markdown table, or empty text if there are none.
 
-    A missing value is an empty cell. An index with names becomes columns.
+    A missing value is an empty cell. A named index becomes columns.
     """
     frame = rows if isinstance(rows, pd.DataFrame) else pd.DataFrame(list(rows))
     if frame.index.names != [None]:

@@ -1,6 +1,6 @@
-"""Lay out an NF4 package for other software: a folder that unmodified transformers with bitsandbytes opens.
+"""A folder that shows an NF4 package to transformers with bitsandbytes.
 
-It shows the dense layer, without the overlay: masked weights have their dense value.
+Transformers sees the codes without the overlay: masked weights have their decoded values.
 """
 
 import json
@@ -17,12 +17,12 @@ _SHARDS = {Role.DENSE: "model-00001-of-00002.safetensors", Role.PLAIN: "model-00
 
 
 def link_transformers_folder(package: Package, folder: Path) -> None:
-    """Lay out an NF4 package for `AutoModelForCausalLM.from_pretrained`: links, an index and a config.
+    """Write a folder for `AutoModelForCausalLM.from_pretrained`: links to blobs, an index and a config.
 
-    Only files that this function makes are replaced.
+    Other files in the folder are not changed.
 
     Raises:
-        InputError: the package is not NF4, or has its embedding in 8 bits.
+        InputError: the package is not NF4, or its embedding has 8 bits.
     """
     if package.manifest.scheme.name is not Scheme.NF4:
         raise InputError(f"expected an nf4 package, got {package.manifest.scheme.name}")
@@ -62,7 +62,7 @@ def _quantization_config(package: Package) -> dict[str, object]:
 
 
 def _dtype(package: Package) -> str:
-    """Return the dtype that a silent config means: transformers would guess, from the float32 scales."""
+    """Return the dtype for a config without one. Transformers would infer a wrong one from the scales."""
     found = {package.plain_dtype(name) for name in package.plain_names}
     return (
         {"BF16": "bfloat16", "F16": "float16"}.get(found.pop(), "float32") if len(found) == 1 else "float32"

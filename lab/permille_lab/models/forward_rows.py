@@ -1,8 +1,8 @@
-"""Batches for forward passes: rows stand end to end where the family allows it, else they are padded.
+"""Inputs of forward passes for the rows of a batch: packed if the model family allows it, else padded.
 
-Packed rows stand end to end in one sequence. Positions begin again at 0 with every row. Transformers sees
-that in `position_ids` (without an attention mask) and lets no row attend to another. Sentences of a task
-differ in length by a factor of ten, so more than half of a padded batch is padding.
+Packed rows form one sequence, and the positions of each row start at 0. Transformers recognises the rows by
+`position_ids`, if there is no attention mask, and does not let one row attend to another. Padding would waste
+time: lengths of a task's sentences differ by a factor of ten, so more than half of a batch would be padding.
 
 # Legend: B rows, T tokens, L tokens of all rows of a part together.
 """
@@ -17,17 +17,17 @@ from torch import Tensor
 from permille.zo.estimators import Batch
 
 PACKABLE = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox"})
-"""Families whose models in transformers keep packed rows apart; OPT's does not tell its mask of positions."""
+"""Families whose models in transformers separate packed rows. OPT does not pass positions to its mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPart:
-    """The input of one forward pass, with the tokens that are asked for.
+    """The input of one forward pass.
 
     Attributes:
-        ids: int64, [B, T] padded or [1, L] packed.
-        inputs: the model's other arguments that say where rows begin and end.
-        target: bool, as `ids`.
+        ids: token ids, int64, [B, T] padded or [1, L] packed.
+        inputs: further arguments of the model: `attention_mask` or `position_ids`.
+        target: True for each target token, bool, in the shape of `ids`.
     """
 
     ids: Tensor
@@ -36,7 +36,7 @@ class RowPart:
 
 
 def padded_parts(batch: Batch, max_tokens: int) -> Iterator[RowPart]:
-    """Yield parts of the batch's rows as they are, each of at most `max_tokens` (rows times longest)."""
+    """Yield parts of the padded batch. A part has at most `max_tokens`, padding included, or one row."""
     rows = max(1, max_tokens // batch.input_ids_BT.shape[1])
     for first in range(0, len(batch.input_ids_BT), rows):
         some = slice(first, first + rows)
@@ -49,9 +49,9 @@ def padded_parts(batch: Batch, max_tokens: int) -> Iterator[RowPart]:
 
 
 def packed_parts(batch: Batch, max_tokens: int) -> Iterator[RowPart]:
-    """Parts of the batch's rows end to end, in their order, each of at most `max_tokens` or of one row.
+    """Yield parts of packed rows, in their order. A part has at most `max_tokens` or one row.
 
-    The batch must be one of `can_pack`.
+    `can_pack` must be True for the batch.
     """
     lengths_B = batch.attention_BT.sum(axis=1).tolist()
     first = 0
@@ -71,7 +71,7 @@ def packed_parts(batch: Batch, max_tokens: int) -> Iterator[RowPart]:
 
 
 def can_pack(batch: Batch) -> bool:
-    """Return True if every row is padded on its right alone, and none asks for its padding."""
+    """Return True if rows have padding only on the right, and no target is padding."""
     attention_BT = batch.attention_BT
     right = bool((attention_BT[:, 1:] <= attention_BT[:, :-1]).all()) and bool(attention_BT[:, 0].all())
     return right and not (batch.target_BT & ~attention_BT).any()

@@ -1,8 +1,8 @@
-"""The model of a cell: loaded, stored as the cell says, with the method's numbers ready to train.
+"""The model of a cell: stored in the base of the cell, with the numbers of its method ready to train.
 
-Storage is simulated exactly: every linear weight of the blocks holds the float32 value that its 16-bit or
-4-bit form decodes to, and products are float32. A sparse method keeps its masked weights at bf16 over any
-base, as packages do. Embeddings, norms and head are bf16 in every base but FLOAT32.
+The storage is simulated exactly: each linear of the decoder layers has the float32 values to which its stored
+form decodes. Products are float32. Masked weights of sparse methods are bf16 over any base, as in packages.
+Embeddings, norms and head are bf16 in all bases except FLOAT32.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Decoded = Mapping[str, NDArray[np.float32]]
-"""What the linear weights of the blocks decode to, by name."""
+"""Decoded linears of the decoder layers, by name."""
 
 ROUNDED = {
     Base.NF4: (Scheme.NF4, 64),
@@ -41,10 +41,10 @@ ROUNDED = {
     Base.INT4_G128: (Scheme.INT4, 128),
     Base.INT8: (Scheme.INT8, 128),
 }
-"""Bases that need nothing but the weights: scheme and group size."""
+"""Scheme and group size of bases that need no calibration text."""
 
 CALIBRATED = {Base.AUTO_ROUND_INT4: (Scheme.INT4, rounding.GROUP_SIZE)}
-"""Bases that need text."""
+"""Scheme and group size of bases that need calibration text."""
 
 _UNQUANTIZED = {Base.FLOAT32: 4, Base.BF16: 2}
 
@@ -55,11 +55,11 @@ def stored(
     mask: Mapping[str, NDArray[np.uint32]] | None = None,
     decoded: Decoded | None = None,
 ) -> "PreTrainedModel":
-    """Load the model of a folder as its base stores it, float32 in memory.
+    """Load a model with its weights rounded as the base stores them. In memory they are float32.
 
     Args:
-        mask: masked weights, which stay at bf16 whatever the base.
-        decoded: the linear weights of a base that text calibrates (`calibrated`).
+        mask: masked weights, which are bf16 in any base.
+        decoded: the result of `calibrated`, for a base that needs calibration text.
     """
     model = load_model(folder).float()
     if base is Base.FLOAT32:
@@ -83,12 +83,12 @@ def stored(
 def calibrated(
     folder: Path, base: Base, sequences_NT: NDArray[np.int64], *, iterations: int = rounding.ITERATIONS
 ) -> Decoded:
-    """Decode the linear weights of a model under a base that needs text, for `stored`.
+    """Return a model's decoded linears in a base that needs calibration text, for `stored`.
 
     Args:
-        folder: the model.
-        sequences_NT: calibration text, [N, T] token ids.
-        iterations: steps of auto-round for each block.
+        folder: folder of the model.
+        sequences_NT: token ids of the calibration text, [N, T].
+        iterations: number of auto-round's steps for each decoder layer.
 
     Raises:
         InputError: the base needs no text, or its library is not installed.
@@ -101,7 +101,7 @@ def calibrated(
 
 
 def stored_bytes(base: Base, shapes: Iterable[tuple[int, int]]) -> int:
-    """Bytes of weights of these shapes under a base, as packages hold them."""
+    """Return the bytes of linears of these shapes in a package with this base."""
     if base in _UNQUANTIZED:
         return sum(_UNQUANTIZED[base] * prod(shape) for shape in shapes)
     name, group_size = (ROUNDED | CALIBRATED)[base]
@@ -112,10 +112,10 @@ def stored_bytes(base: Base, shapes: Iterable[tuple[int, int]]) -> int:
 def give_own_values(
     model: "PreTrainedModel", own: "PreTrainedModel", mask: Mask, learned: set[tuple[str, int]]
 ) -> None:
-    """Give the masked weights of `model` the values of `own`, except those that were trained before.
+    """Give the masked weights of `model` the values of `own`, except weights that were masked before.
 
     Args:
-        learned: (tensor, flat index) of every weight that was ever masked; this mask's are added.
+        learned: tensor and flat index of each weight that was ever masked. Those of `mask` are added.
     """
     source = dict(own.named_parameters())
     with torch.no_grad():
@@ -127,7 +127,7 @@ def give_own_values(
 
 
 def linear_weights(model: "PreTrainedModel") -> list[str]:
-    """Return the names of the linear weights of the blocks, in the order of the model.
+    """Return the names of the linears of the decoder layers, in the order of the model.
 
     Only these can be masked.
     """
@@ -135,21 +135,21 @@ def linear_weights(model: "PreTrainedModel") -> list[str]:
 
 
 def linear_shapes(model: "PreTrainedModel") -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the linear weights of the blocks."""
+    """Return the shapes of the linears of the decoder layers, by name."""
     parameters = dict(model.named_parameters())
     return {name: tuple(parameters[name].shape) for name in linear_weights(model)}
 
 
 def corpus_mask(model: "PreTrainedModel", sequences_NT: NDArray[np.int64], density: float) -> Mask:
-    """The mask that the squared gradients on a corpus select (C4)."""
+    """Return the mask of the largest Fisher scores on a corpus, such as C4."""
     return select_mask(fisher_scores(model, sequences_NT), MaskMethod.FISHER, density)
 
 
 def task_mask(model: "PreTrainedModel", batches: Sequence[Batch], density: float) -> Mask:
-    """The mask that the squared gradients of the task's loss select, one gradient an example.
+    """Return the mask of the largest squared gradients of the task's loss, summed over the examples.
 
     Args:
-        batches: one example each.
+        batches: batches of one example each.
     """
     shapes = linear_shapes(model)
     whole = {name: np.arange(prod(shape), dtype=np.uint32) for name, shape in shapes.items()}
@@ -166,17 +166,17 @@ def task_mask(model: "PreTrainedModel", batches: Sequence[Batch], density: float
 
 
 def weight_mask(model: "PreTrainedModel", kind: MaskMethod, density: float, seed: int) -> Mask:
-    """A mask that needs no gradient: random, or the largest weights."""
+    """Return a mask that needs no gradient: random weights, or the largest weights."""
     parameters = dict(model.named_parameters())
     weights = {name: parameters[name].detach().numpy() for name in linear_weights(model)}
     return select_mask(weights, kind, density, seed=seed)
 
 
 def adapted(model: "PreTrainedModel", method: Method, seed: int) -> Trainable:
-    """The trained numbers of a method that has no mask.
+    """Return the trainable of a method without a mask.
 
     Raises:
-        ValueError: the method has one.
+        ValueError: the method has a mask or trains nothing.
     """
     if method.trained is TrainedSet.FULL:
         return trainables.all_weights(model)

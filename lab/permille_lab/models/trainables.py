@@ -1,13 +1,12 @@
-"""One flat vector of trained numbers for every method: sparse weights, all weights, adapters, a prefix.
+"""A flat vector of trained numbers for every method: masked weights, all weights, adapters or a prefix.
 
-A `Trainable` wraps a transformers model whose parameters it overwrites, and is a `LossEngine`: the estimators
-of `permille.zo` train any of these sets with the same code. It also has the gradient, which devices have
-not, for first-order references and for scores on task data. It is made for experiments on models that fit a
-process comfortably: variants run one after another.
+A `Trainable` wraps a transformers model and overwrites its parameters. It is a `LossEngine`, so estimators of
+`permille.zo` train all these sets with the same code. It also has a gradient, for first-order references
+and for scores on task data. It is meant for experiments with small models: variants run one after another.
 
-Adapters come from peft.
+Adapters and prefixes come from peft.
 
-# Legend: K trained numbers, V variants, Q directions, B sequences, T tokens, R targets, C columns, D words.
+# Legend: K trained numbers, V variants, B sequences, T tokens, R targets, C columns, D vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,12 +34,16 @@ if TYPE_CHECKING:
 
 PREFIX_TOKENS = 5
 PACKED_TOKENS = 256
-"""Of packed rows in one pass: attention is made for all pairs, and products are no faster above it."""
+"""Largest number of packed tokens in one pass.
+
+Attention is computed for all pairs of tokens, so its cost grows with this number. Products are not faster
+with more tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Entries of one parameter: those of `index`, or all of them."""
+    """Entries of one parameter: those at the flat positions `index`, or all if it is None."""
 
     parameter: Tensor
     index: Tensor | None
@@ -69,19 +72,27 @@ class _Part:
 
 
 class Trainable:
-    """See the module's docstring; not safe for several threads, since the model's parameters are shared."""
+    """A model and its trained numbers as one vector, as the module describes.
+
+    It is not safe for several threads, since each call overwrites the model's parameters.
+
+    Attributes:
+        k: number of trained numbers.
+        base_K: their values before training, float32 [K].
+    """
 
     def __init__(
         self, model: Any, parts: Sequence[_Part], *, max_tokens: int = 8192, packs: bool = True
     ) -> None:
-        """
+        """Freeze the model and read the trained numbers.
+
         Args:
-            model: called with `input_ids`, `attention_mask` or `position_ids`, and `logits_to_keep`
-                (columns); gives their `.logits`, each a function of what its `get_output_embeddings()` is
-                called with there. Has a `config.model_type`.
-            parts: what is trained; no parameter twice.
-            max_tokens: sequences times longest of one forward pass of padded rows.
-            packs: whether rows may be packed where the model's family can (`forward_rows.PACKABLE`).
+            model: a causal language model of transformers. It is called with `input_ids`, `logits_to_keep`
+                (columns), and `attention_mask` or `position_ids`. Its `.logits` at a position must depend
+                only on the input of its `get_output_embeddings()` there.
+            parts: the trained entries. No parameter may occur twice.
+            max_tokens: largest number of tokens of a forward pass of padded rows, padding included.
+            packs: if True, rows are packed if the family allows it (`forward_rows.PACKABLE`).
         """
         self._model = model.eval().requires_grad_(False)
         self._head = model.get_output_embeddings()
@@ -94,15 +105,15 @@ class Trainable:
         self.base_K: NDArray[np.float32] = (
             torch.cat([torch.zeros(0), *(part.read() for part in self._parts)]).cpu().numpy().copy()
         )
-        """What the model holds before anything is trained, float32 [k]."""
+        """Values before training, float32 [K]."""
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Mean loss over the batch's targets of each variant, float32 [v]."""
+        """Return each variant's mean loss over the batch's targets, float32 [V]."""
         means = [self.token_losses(values_K, batch).mean(dtype=np.float64) for values_K in values_VK]
         return np.array(means, dtype=np.float32)
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Loss of each target, float32 [R], row-major."""
+        """Return the loss of each target, float32 [R], in row-major order of the batch."""
         _check(batch)
         self._install(values_K)
         with torch.no_grad():
@@ -112,7 +123,7 @@ class Trainable:
         return result
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """The loss and its gradient, float32 [k], by reverse mode."""
+        """Return the mean loss and its gradient, float32 [K]."""
         _check(batch)
         self._install(values_K)
         parameters = [part.parameter for part in self._parts]
@@ -149,7 +160,10 @@ class Trainable:
         return list(padded_parts(batch, self._max_tokens))
 
     def _part_logits(self, part: RowPart) -> Tensor:
-        """Return the logits that predict each target, [R, vocabulary]. No others are made."""
+        """Return the logits that predict the targets, [R, D]. No others are computed.
+
+        `logits_to_keep` selects columns for all rows. The hook then removes the rows without a target there.
+        """
         columns = part.target[:, 1:].any(dim=0).nonzero()[:, 0]
         before_BC = part.target[:, 1:][:, columns]
         hook = self._head.register_forward_pre_hook(lambda _, inputs: (inputs[0][before_BC], *inputs[1:]))
@@ -172,10 +186,10 @@ def _cross_entropy(logits_RD: Tensor, ids_R: Tensor | NDArray[np.int64]) -> Tens
 
 
 def masked_weights(model: "PreTrainedModel", mask: Mapping[str, NDArray[np.uint32]]) -> Trainable:
-    """Return the weights of a mask (sensitive, random, outliers). Every other number is frozen.
+    """Train the weights of a mask. All other numbers are frozen.
 
     Raises:
-        InputError: the mask names a tensor that the model has not.
+        InputError: the mask has a tensor that the model does not have.
     """
     parameters = dict(model.named_parameters())
     if missing := [name for name in mask if name not in parameters]:
@@ -189,21 +203,24 @@ def masked_weights(model: "PreTrainedModel", mask: Mapping[str, NDArray[np.uint3
 
 
 def parameters_of(model: "PreTrainedModel", parameters: Sequence[Tensor]) -> Trainable:
-    """Some of the model's parameters, whole."""
+    """Train these parameters of the model."""
     return Trainable(model, _whole(parameters))
 
 
 def all_weights(model: "PreTrainedModel") -> Trainable:
-    """Every parameter, tied ones once: what MeZO trains."""
+    """Train every parameter, as MeZO does. A tied parameter counts once."""
     return Trainable(model, _whole(model.parameters()))
 
 
 def lora(model: "PreTrainedModel", rank: int, *, frozen_a: bool, seed: int) -> Trainable:
-    """Put low-rank adapters on all linear layers of the blocks, with alpha = rank; LoRA-FA where `frozen_a`.
+    """Train low-rank adapters on all linears of the decoder layers, with alpha = rank.
 
-    The papers take alpha 16 with rank 8, so their update of the weights is twice ours at the same adapter. A
-    search of the step size makes up for that, at the first order only. `B` starts at zero, so at `base_K` the
-    model is the base. With LoRA-FA only `B` is trained.
+    `B` starts at 0, so at `base_K` the model computes the same as the base. The papers take alpha 16 with
+    rank 8, so the same adapter changes the weights twice as much there. A search of the step size compensates
+    for that, to first order only.
+
+    Args:
+        frozen_a: True for LoRA-FA, which trains only `B`.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -218,10 +235,11 @@ def lora(model: "PreTrainedModel", rank: int, *, frozen_a: bool, seed: int) -> T
 def prefix(
     model: "PreTrainedModel", tokens: int = PREFIX_TOKENS, *, real: bool = False, seed: int
 ) -> Trainable:
-    """Trained keys and values before the text, in every layer (prefix tuning without a network behind it).
+    """Train keys and values before the text, in every layer (prefix tuning without reparametrization).
 
     Args:
-        real: starts at the keys and values of random tokens, else at random numbers.
+        tokens: number of positions of the prefix.
+        real: if True, start at the keys and values of random tokens, else at random numbers.
     """
     from peft import PrefixTuningConfig, get_peft_model, initialize_kv_prefix_from_past_key_values
 

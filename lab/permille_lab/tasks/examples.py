@@ -1,7 +1,7 @@
-"""The common form of every task: a prompt, its candidate answers, and the right one.
+"""The common form of all tasks: a prompt, its candidate answers, and the right one.
 
-A row that cannot be read is kept as a `BadRow` and reported, never dropped in silence. A broken line in two
-hundred would otherwise give another test set to every reader.
+A row that cannot be read is kept as a `BadRow` and reported. If it were silently dropped, programs with
+different rules would test on different sets.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Task(StrEnum):
-    """The tasks that have prompts of their own; any other one as `CHOICE`, own text as `TEXT`."""
+    """Known tasks, with built-in prompts. Other tasks are `CHOICE`, and language modelling is `TEXT`."""
 
     SST2 = "sst2"
     RTE = "rte"
@@ -22,9 +22,9 @@ class Task(StrEnum):
     QNLI = "qnli"
     WNLI = "wnli"
     CHOICE = "choice"
-    """Rows that name their prompt, their candidates and the right one."""
+    """Rows that contain their prompt, their candidates and the index of the right one."""
     TEXT = "text"
-    """Language modelling: what a device does."""
+    """Language modelling, as on a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class Example:
 
     Attributes:
         prompt: the text before the answer.
-        candidates: what may follow the prompt, each beginning as it joins the prompt (with its space).
+        candidates: possible continuations of the prompt, with a leading space if one belongs between.
         label: index of the right candidate.
-        group: examples of one group (a passage, a person) never stand in two splits.
-        name: where it comes from, for reports: "val.jsonl:17".
-        document: language modelling: the one candidate follows the prompt, if there is one, and may lose its
-            end.
+        group: name of a group, such as a passage or a person. A group is never in two splits.
+        name: file and line for reports, such as "val.jsonl:17".
+        document: True for language modelling. The only candidate is the document, and the prompt may be
+            empty. The end of the document may be cut.
     """
 
     prompt: str
@@ -51,7 +51,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
-    """A row that is no example of its task: where it stands, what was expected and what came."""
+    """A row that is no example of its task, by file and line, with the reason."""
 
     name: str
     reason: str
@@ -66,6 +66,6 @@ class Pool:
 
 
 def majority_share(examples: Sequence[Example]) -> float:
-    """Share of the most frequent label: what guessing it always reaches."""
+    """Return the share of the most frequent label: the accuracy of always guessing it."""
     labels = [example.label for example in examples]
     return max(labels.count(label) for label in set(labels)) / len(labels)

@@ -1,21 +1,25 @@
-"""Files of a task as examples: JSON lines as SuperGLUE has them, GLUE's tasks also as its tables.
+"""Reader of task files: JSON lines as in SuperGLUE, and for tasks of GLUE also its tables.
 
-A file is read line by line. A line that is no labelled row of the task becomes a `BadRow` with its place and
-the reason. Unlabelled rows (SuperGLUE's own test files) make the whole file unlabelled. `read_file` then
-raises an InputError, because a test set without labels is a mistake in the choice of files.
+A file is read line by line. A line that is no labelled row of the task becomes a `BadRow` with its file, line
+and reason. If all rows are unlabelled, as in SuperGLUE's test files, `read_file` raises an InputError.
 
-    choice   {"prompt": ..., "candidates": [...], "label": 0}            a task of one's own
+Two tasks take data of your own:
+
+    choice   {"prompt": ..., "candidates": [...], "label": 0}
     text     {"text": ...} or {"prompt": ..., "completion": ...}         documents, as the agent reads them
 
-Rows of both may name a `group` (a person, a passage). Its examples stand together.
+Rows of both may have a `group`, such as a person or a passage. Examples of a group are never in two splits.
 
 Prompts are those of table 6 (appendix C.5) of "Zeroth-order fine-tuning of LLMs with extreme sparsity", after
-MeZO and PromptSource. The printed table cannot be used as it stands. Line breaks stand where MeZO's templates
-have them. A question gets one question mark, whether the row has one or not. "so/because" joins premise and
-answer into one sentence, with its first letter in lower case unless it is the word "I".
+MeZO and PromptSource. We deviate from the printed table in these points:
 
-MRPC, QQP, QNLI and WNLI have the prompts of table 7 (appendix A.3) of the paper on P-RGE, after the same
-sources and as printed there. QNLI's question too is a "Sentence".
+- Line breaks are those of MeZO's templates.
+- A question ends with exactly one question mark.
+- "so" or "because" joins premise and answer into one sentence. The answer starts in lower case, unless its
+  first word is "I".
+
+MRPC, QQP, QNLI and WNLI have the prompts of table 7 (appendix A.3) of the paper on P-RGE, as printed there.
+In that table the question of QNLI is called "Sentence", too.
 """
 
 import json
@@ -29,7 +33,7 @@ from permille_lab.tasks.examples import BadRow, Example, Pool, Task
 
 MAX_LINE_BYTES = 4 << 20
 MAX_BAD_SHARE = 0.05
-"""More bad rows than this is another file than the task's."""
+"""Largest share of bad rows. A file with more is probably of another task."""
 
 Row = Mapping[str, Any]
 
@@ -43,12 +47,12 @@ class _Form:
     """The form of a task's rows.
 
     Attributes:
-        texts: fields that must hold text.
-        labels: the index of each label as releases write it.
-        prompt: the text before the answer.
-        candidates: in the order of the labels.
-        group: of the texts, the one that examples share.
-        headers: in the task's table, of each text and of the label; none where it has no table.
+        texts: fields that must contain text.
+        labels: index of each label, as data releases write it.
+        prompt: makes the text before the answer.
+        candidates: makes the answers, in the order of the labels.
+        group: the text field that several examples may share.
+        headers: columns of the texts and the label in the task's table. Empty if there is no table.
     """
 
     texts: tuple[str, ...]
@@ -179,10 +183,10 @@ def read_file(task: Task, path: Path) -> Pool:
     """Read the labelled examples of one file, and the rows that could not be read.
 
     Args:
-        path: `.jsonl`, or GLUE's `.tsv` (SST-2 also without a header).
+        path: a `.jsonl` file, or a `.tsv` file of GLUE. That of SST-2 may have no header.
 
     Raises:
-        InputError: no such file; no labelled row; or more than one row in twenty is bad.
+        InputError: the file does not exist or has no labelled row, or more than one row in twenty is bad.
     """
     if not path.is_file():
         raise InputError(f"expected a file of {task.value} rows, got {path}")
@@ -208,7 +212,7 @@ def read_file(task: Task, path: Path) -> Pool:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes | _BadRowError]]:
-    """Yield lines by name and number. A line that is too long is not kept in memory."""
+    """Yield each line with its file and number. A line that is too long is not kept in memory."""
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
             name = f"{path.name}:{number}"
@@ -233,7 +237,7 @@ def _json_rows(_: str, line: bytes) -> Row | None:
 
 
 class _Table:
-    """A table of GLUE: cells stand between tabs, quotes are text, and the first line names the cells."""
+    """A table of GLUE: tabs separate cells, quotes are text, and the first line may be a header."""
 
     def __init__(self, task: Task) -> None:
         self._headers: Mapping[str, str] = _FORMS[task].headers if task in _FORMS else {}
@@ -268,7 +272,7 @@ def _example(task: Task, row: Row, name: str) -> Example:
             prompt=form.prompt(row),
             candidates=form.candidates(row),
             label=_label(form.labels, row.get("label")),
-            # Repeated passages differ in case and spacing.
+            # Copies of a passage may differ in case and spacing.
             group=" ".join(row[form.group].casefold().split()),
             name=name,
         )
@@ -325,7 +329,7 @@ def _check_text(row: Row, key: str) -> None:
 
 
 def _label(known: Mapping[Any, int], value: object) -> int:
-    # True equals 1 in Python. A boolean task must not take numbers, nor a number task booleans.
+    # True equals 1 in Python, so compare types: a task with boolean labels must not accept numbers.
     for label, index in known.items():
         if type(value) is type(label) and value == label:
             return index

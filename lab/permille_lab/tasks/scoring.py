@@ -1,11 +1,11 @@
-"""A model's answers: candidates ranked by their tokens' log-likelihood.
+"""Tokenization and scoring of examples. The candidate with the highest log-likelihood is the answer.
 
-A candidate's score is the mean log-likelihood of its own tokens after the prompt, over the whole vocabulary.
-MeZO and P-RGE do not restrict the loss of the prediction to the label words, either. For label words of one
-token, mean and sum are the same. The training loss is the mean negative log-likelihood of the right
-candidate's tokens.
+A candidate's score is the mean log-likelihood of its tokens after the prompt. As in MeZO and P-RGE,
+probabilities are over the whole vocabulary and not only over the label words. For label words of one token,
+mean and sum are the same. The training loss is the mean negative log-likelihood of the right candidate's
+tokens.
 
-# Legend: B sequences, T tokens.
+# Legend: B sequences, T tokens, R targets, A answers, N examples.
 """
 
 from collections import Counter
@@ -20,10 +20,10 @@ from permille.zo.estimators import Batch
 from permille_lab.tasks.examples import Example
 
 Encode = Callable[[str], Sequence[int]]
-"""Text to token ids without special tokens."""
+"""Returns the token ids of a text, without special tokens."""
 
 TokenLosses = Callable[[Batch], NDArray[np.float32]]
-"""Loss of each target of a batch, row-major: `Engine.token_losses` at some values, or any model's."""
+"""Returns the loss of each target of a batch in row-major order, as `Engine.token_losses` does."""
 
 
 _CHARACTERS_A_TOKEN = 64
@@ -31,7 +31,7 @@ _CHARACTERS_A_TOKEN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Tokens of a prompt with one candidate; the last `targets` of them are the candidate's."""
+    """Tokens of a prompt and one candidate. The last `targets` tokens are those of the candidate."""
 
     ids: tuple[int, ...]
     targets: int
@@ -39,13 +39,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """An example in tokens: one `Answer` for each candidate, all after the same tokens as far as they agree.
+    """An example in tokens.
 
     Attributes:
+        answers: one answer for each candidate.
         label: index of the right candidate.
         shots: number of solved examples that fitted before the question.
-        cut: number of tokens that did not fit: of the prompt's front, of a document's end.
-        span: of a document, its first scored token and the end of the last, in tokens of `document_text`.
+        cut: number of tokens that were cut from the front of the prompt or the end of the document.
+        span: first scored token of a document and the end of its last one, in tokens of `document_text`.
+            None for other tasks.
     """
 
     answers: tuple[Answer, ...]
@@ -57,11 +59,11 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """The outcome of an evaluation, item by item, so that two models can be compared in pairs.
+    """The outcome of an evaluation for each item, so that two models can be compared in pairs.
 
     Attributes:
-        correct_N: bool, whether the best candidate is the right one; equal scores go to the first.
-        loss_N: float64, negative log-likelihood a token of the right candidate.
+        correct_N: bool, True if the right candidate has the best score. Of equal scores, the first wins.
+        loss_N: float64, negative log-likelihood per token of the right candidate.
     """
 
     correct_N: NDArray[np.bool_]
@@ -88,20 +90,20 @@ def encode_example(
 ) -> Choices:
     """Return the example in tokens.
 
-    Demonstrations that do not fit are left out whole, the first ones first. A prompt that is too long by
-    itself loses its front. A candidate loses nothing.
+    If the text is too long, whole demonstrations are left out, the first one first. If it is still too long,
+    the front of the prompt is cut. Candidates are never cut.
 
-    Prompt and candidate are encoded as one text. The boundary is where the prompt's own tokens end, as long
-    as they agree. So a candidate is spelled as the model would meet it. All candidates stand after the same
+    Prompt and candidate are encoded as one text, since a tokenizer may join characters of both. The candidate
+    starts at the first token that differs from the tokens of the prompt. All candidates follow the same
     tokens, and the longest one decides how much fits.
 
     Args:
-        begin: id of the token that begins a text, or None for a model without one.
-        max_tokens: of prompt and candidate together, `begin` included.
+        begin: id of the token before each text, None if the model has none.
+        max_tokens: largest number of tokens of prompt and candidate together, with `begin`.
         demonstrations: solved examples before the prompt (in-context learning), each with its separator.
 
     Raises:
-        InputError: a candidate does not fit.
+        InputError: a candidate does not fit, or a document has no token to predict.
     """
     if example.document:
         return _encode_document(example, encode, begin, max_tokens, demonstrations)
@@ -130,10 +132,11 @@ def encode_example(
 def _encode_document(
     example: Example, encode: Encode, begin: int | None, max_tokens: int, demonstrations: Sequence[str]
 ) -> Choices:
-    """Return a document in its own tokens, whatever is before it, so that all methods score the same ones.
+    """Return a document in tokens. It is encoded without the demonstrations.
 
-    If no token begins a text, nothing predicts its first token. First the prompt's front is cut, as long as a
-    quarter of the row is left of it. Then the document's end is cut.
+    All methods thus score the same tokens. Without a token `begin`, the first token of a text is not
+    predicted. If the text is too long, the front of the prompt is cut first, but at least a quarter of the
+    row remains for the prompt. Then the end of the document is cut.
     """
     start = () if begin is None else (begin,)
     room = max_tokens - len(start)
@@ -161,16 +164,16 @@ def _encode_document(
 
 
 def document_text(example: Example, max_tokens: int) -> tuple[str, str]:
-    """Return prompt and text of a document as far as they can matter.
+    """Return the prompt and the text of a document, without characters that are certainly cut.
 
-    Long ones are not encoded whole for the few tokens that are kept.
+    Thus a long document is not encoded as a whole.
     """
     most = _CHARACTERS_A_TOKEN * max_tokens
     return example.prompt[-most:], example.candidates[0][:most]
 
 
 def training_batch(choices: Sequence[Choices]) -> Batch:
-    """The right answers of some examples, padded on the right; targets are the candidates' tokens."""
+    """Return the right answers of examples, padded on the right. Targets are the candidates' tokens."""
     return _batch([item.answers[item.label] for item in choices])
 
 
@@ -178,16 +181,16 @@ def score(token_losses: TokenLosses, choices: Sequence[Choices], *, max_batch_to
     """Score every candidate of every example.
 
     Args:
-        max_batch_tokens: sequences times longest of one call.
+        max_batch_tokens: largest number of tokens in one call, padding included.
 
     Raises:
-        InputError: no example; or the model gave a loss that is not finite.
+        InputError: there are no examples, or a loss is not finite.
     """
     if not choices:
         raise InputError("expected examples to score, got none")
     answers = [answer for item in choices for answer in item.answers]
     mean_A = np.empty(len(answers))
-    # Sort by length. Then sequences of one call are nearly equally long, and little is padding.
+    # Sort by length, so that the sequences of one call need little padding.
     order = sorted(range(len(answers)), key=lambda index: len(answers[index].ids))
     for part in _parts(order, answers, max_batch_tokens):
         losses_R = token_losses(_batch([answers[index] for index in part])).astype(np.float64)
@@ -205,23 +208,23 @@ def score(token_losses: TokenLosses, choices: Sequence[Choices], *, max_batch_to
 
 
 def mean_losses(losses_R: NDArray[np.float32], items: Sequence[Choices]) -> NDArray[np.float64]:
-    """Loss a token of each right answer, float64 [items], from the losses of `training_batch(items)`."""
+    """Return each right answer's loss per token, float64 [N], from the losses of `training_batch(items)`."""
     ends = np.cumsum([item.answers[item.label].targets for item in items])
     return np.array([part.mean() for part in np.split(losses_R.astype(np.float64), ends[:-1])])
 
 
 def prior_losses(items: Sequence[Choices]) -> NDArray[np.float64] | None:
-    """Return the loss a token of each right answer under the best guess that is the same for every prompt.
+    """Return each right answer's loss per token under the best guess that is the same for every prompt.
 
-    It is for the loss what the majority is for accuracy. Training that teaches a model only the form of an
-    answer, and nothing of the task, ends no lower.
+    This is the counterpart of the majority, for losses. A model that learns only the form of the answers, and
+    nothing about the task, does not get a lower loss.
 
-    The guess gives answer `a` of `T_a` tokens, right in a share `s_a` of the items, a probability in
-    proportion to `s_a / T_a`. This minimises the mean of losses a token. The frequencies are the items' own,
-    so no constant guess is lower on them.
+    Let answer `a` have `T_a` tokens and be right in a share `s_a` of the items. The guess gives it a
+    probability proportional to `s_a / T_a`, which minimises the mean loss per token. The shares are those of
+    `items`, so no constant guess has a lower loss on them.
 
     Returns:
-        float64 [len(items)], nats per token; None where the items do not all have the same answers.
+        float64 [N], nats per token. None if the items do not all have the same answers.
     """
     tokens = _tokens_of_answers(items)
     if tokens is None:
@@ -235,7 +238,7 @@ def prior_losses(items: Sequence[Choices]) -> NDArray[np.float64] | None:
 
 
 def _tokens_of_answers(items: Sequence[Choices]) -> tuple[int, ...] | None:
-    """Return the tokens of each answer; None where they are not the same ones everywhere."""
+    """Return the number of tokens of each answer. None if items differ in their answers or have only one."""
     found = {tuple(_own(answer) for answer in item.answers) for item in items}
     if len(found) != 1:
         return None
@@ -248,7 +251,7 @@ def _own(answer: Answer) -> tuple[int, ...]:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common beginning."""
+    """Return the length of the common prefix."""
     for index, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return index

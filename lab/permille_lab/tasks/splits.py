@@ -1,12 +1,12 @@
-"""Train, validation and test examples by seed, never with a group on two sides.
+"""Train, validation and test examples by seed. No group is in two of them.
 
-Groups (passages, texts) stand in the order of their hash with the seed. Test is filled first, then
-validation, then train. The group that fills a part to its size is cut there, and the rest of it is not used.
-With a test file of its own, test comes from it, and every group of it is kept out of the other parts. (Eight
-in a hundred of BoolQ's validation passages repeat.)
+Groups (passages or texts) are ordered by a hash of their name and the seed. Test is filled first, then
+validation, then train. If a group is larger than the rest of its part, its remaining examples are dropped. If
+there is a test file, all test examples come from it, and its groups are left out of train and validation.
+(8 % of the passages of BoolQ's validation file occur more than once.)
 
-The seed decides train and validation. The test examples are the same for every seed. So whatever was chosen
-with one seed, step sizes above all, was never looked at through a test item of another.
+The seed decides train and validation. Test examples are the same for every seed. Choices that are made with
+one seed, such as a step size, thus never depend on another seed's test examples.
 """
 
 import hashlib
@@ -18,12 +18,12 @@ from permille_lab.tasks.examples import Example
 
 _TEST = "test"
 PAPER_SIZES = (1000, 500, 1000)
-"""Examples that train, select and test, as the papers take them after MeZO."""
+"""Numbers of train, validation and test examples in the papers, after MeZO."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Splits:
-    """Examples of one seed."""
+    """The examples of one seed."""
 
     train: Sequence[Example]
     validation: Sequence[Example]
@@ -37,13 +37,13 @@ def split(
     test_pool: Sequence[Example] | None = None,
     sizes: tuple[int, int, int] = PAPER_SIZES,
 ) -> Splits:
-    """Return splits of at most these sizes. A small pool is divided in their proportion.
+    """Return splits of at most these sizes. A small pool is divided in proportion to them.
 
     Args:
-        pool: labelled examples to train and select from, and to test on where there is no `test_pool`.
-        seed: decides which groups train and which select.
-        test_pool: examples of a release's own labelled test or validation file.
-        sizes: examples of train, validation and test.
+        pool: labelled examples for train and validation, and for test if there is no `test_pool`.
+        seed: decides which groups are in train and which in validation.
+        test_pool: examples of a separate labelled file, for test.
+        sizes: numbers of examples of train, validation and test.
 
     Raises:
         InputError: a part would be empty.
@@ -68,7 +68,7 @@ def split(
 
 
 def _ordered(pool: Sequence[Example], seed: str) -> list[Example]:
-    """Order examples by the hash of their group; within a group they keep their order."""
+    """Order examples by the hash of their group. Within a group they keep their order."""
     keys = {example.group: _position(example.group, seed) for example in pool}
     return sorted(pool, key=lambda example: keys[example.group])
 
@@ -83,7 +83,7 @@ def _scaled(sizes: tuple[int, ...], available: int) -> tuple[int, ...]:
 
 
 def _fill(ordered: Sequence[Example], sizes: tuple[int, ...]) -> list[list[Example]]:
-    """Fill parts in order. A part ends with a group; the rest of the group that filled it is dropped."""
+    """Fill the parts in order. If a group exceeds its part, the rest of the group is dropped."""
     parts: list[list[Example]] = [[] for _ in sizes]
     part, last_group = 0, None
     for example in ordered:
