@@ -1,6 +1,6 @@
-"""Compile the native kernels while a wheel or an editable installation is made.
+"""Compile the native kernels during the build of a wheel or an editable installation.
 
-Without a C compiler the installation still succeeds: the wheel is then pure, and numpy does the work.
+Without a C compiler, the build still succeeds. The wheel is then pure Python and computes with numpy.
 """
 
 import runpy
@@ -13,12 +13,12 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Adds `permille/native/_kernels.so`, the platform's tag and the public text to what is built."""
+    """A build hook that adds the compiled kernels, the tag of the platform, and the public text."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Editable installations get the library beside its sources, wheels in the archive."""
+        """Build the kernels, beside their sources if editable, else into the archive of the wheel."""
         text = Path(self.root) / "examples" / "corpus.jsonl.gz"
-        if version != "editable" and text.exists():  # for `permille personalise`; images go without it
+        if version != "editable" and text.exists():  # for `permille personalise`; container images lack it
             build_data["force_include"][str(text)] = f"permille_service/personal/{text.name}"
         room = Path(self.root) / "permille" / "native"
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -42,6 +42,6 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             build_data["force_include"][str(library)] = f"permille/native/{name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
-        """The archive holds the library now."""
+        """Delete the temporary folder, since the archive contains the library now."""
         if self._folder is not None:
             self._folder.cleanup()

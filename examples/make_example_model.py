@@ -1,15 +1,19 @@
-"""Train the example model of this project from scratch, from text that may be redistributed.
-
-Sources, taken from two Debian packages: the King James Bible (`bible-kjv-text`, public domain) and the
-English Debian Administrator's Handbook (`debian-handbook`, CC BY-SA 3.0 or GPL 2+, (C) Raphael Hertzog and
-Roland Mas). Writes into `--out`: a Hugging Face folder (Llama, about one million parameters), beside it the
-corpus of the demo (passages of the same texts that training did not see), and `recipe.json` (sizes, seed,
-versions, losses). Every number there is measured here.
-
-Needs Debian with `apt-get` and the extras `torch` and `agent`; about half an hour on two cores. The result is
-committed, so nobody has to run this to use the project.
+"""Train the example model of this project from scratch, on text that may be redistributed.
 
     python examples/make_example_model.py --out examples/model --work /tmp/example-model
+
+The text comes from two Debian packages: the King James Bible (`bible-kjv-text`, public domain) and the
+English Debian Administrator's Handbook (`debian-handbook`, CC BY-SA 3.0 or GPL 2+, (C) Raphael Hertzog and
+Roland Mas).
+
+The results are:
+
+- in `--out`, a Hugging Face folder with a Llama model of about one million parameters
+- in `--out`, `recipe.json` with sizes, seed, versions and the measured loss
+- beside `--out`, `corpus.jsonl.gz`, the corpus of the demo, with held-out texts
+
+The script needs Debian with `apt-get` and the extras `torch` and `agent`. It takes about half an hour on two
+cores. The results are committed, so users of the project do not need to run it.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ VOCABULARY = 2048
 
 
 def fetch(work: Path) -> Path:
-    """Download and unpack the Debian packages (no installation); return the root of the unpacked files."""
+    """Download and unpack the Debian packages without installing them. Return the folder of their files."""
     root = work / "root"
     if not (root / "usr/lib/bible.data").exists():
         work.mkdir(parents=True, exist_ok=True)
@@ -50,7 +54,7 @@ def fetch(work: Path) -> Path:
 
 
 def bible_chapters(root: Path) -> Iterator[str]:
-    """The chapters of the Bible, verse by verse, without numbers."""
+    """Yield the chapters of the Bible, without the numbers of verses."""
     program = root / "usr/bin/bible"
     command = [str(program), "-f", "-p", str(root / "usr/lib"), "Gen1:1-Rev22:21"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -67,7 +71,7 @@ def bible_chapters(root: Path) -> Iterator[str]:
 
 
 def handbook_sections(root: Path) -> Iterator[str]:
-    """The paragraphs of the English handbook, one section (file) a text."""
+    """Yield the sections of the English handbook. Each file is a section."""
     for path in sorted((root / "usr/share/doc/debian-handbook/html/en-US").glob("*.html")):
         page = path.read_text(encoding="utf-8")
         paragraphs = re.findall(r'<div class="para">(.*?)</div>', page, flags=re.S)
@@ -78,7 +82,7 @@ def handbook_sections(root: Path) -> Iterator[str]:
 
 
 def split(texts: list[str], seed: int) -> tuple[list[str], list[str]]:
-    """(training texts, held-out texts): one text in twelve is held out, by its own hash and the seed."""
+    """Return training and held-out texts. A hash of text and seed holds out one text in twelve."""
     held = [int(hashlib.sha256(f"{seed}:{t[:200]}".encode()).hexdigest(), 16) % 12 == 0 for t in texts]
     return [t for t, h in zip(texts, held, strict=True) if not h], [
         t for t, h in zip(texts, held, strict=True) if h
@@ -86,7 +90,7 @@ def split(texts: list[str], seed: int) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE: every text can be written, no unknown token."""
+    """Train a byte-level BPE tokenizer. It can encode every text, so it has no unknown token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -99,13 +103,13 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def token_stream(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """All texts as one stream of ids, each behind `<s>`."""
+    """Return the token ids of all texts as one stream. Each text starts with `<s>`."""
     ids = [[0, *encoding.ids] for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
     return np.concatenate([np.asarray(row, dtype=np.int64) for row in ids])
 
 
 def held_out_loss(model: LlamaForCausalLM, stream: np.ndarray) -> float:
-    """Mean loss per token (nats) over consecutive windows of the stream."""
+    """Return the mean loss in nats per token over consecutive windows of the stream."""
     windows = torch.from_numpy(stream[: len(stream) // CONTEXT * CONTEXT].reshape(-1, CONTEXT))
     model.eval()
     with torch.inference_mode():
@@ -118,7 +122,7 @@ def held_out_loss(model: LlamaForCausalLM, stream: np.ndarray) -> float:
 def train(
     args: argparse.Namespace, streams: list[np.ndarray], weights: list[float], held: np.ndarray
 ) -> LlamaForCausalLM:
-    """AdamW with warm-up and cosine decay over windows drawn at random; the state is saved for resumption."""
+    """Train by AdamW on random windows, with warm-up and cosine decay. A killed run continues."""
     torch.manual_seed(args.seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -150,7 +154,7 @@ def train(
             start = int(rng.integers(0, len(stream) - CONTEXT))
             rows.append(stream[start : start + CONTEXT])
         if step < first:
-            continue  # the draws of finished steps are repeated, so a resumed run sees the same batches
+            continue  # the rows were drawn, so a continued run sees the same batches
         warm = min(1.0, (step + 1) / 100)
         optimizer.param_groups[0]["lr"] = (
             args.lr * warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))

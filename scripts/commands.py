@@ -2,8 +2,8 @@
 
     python -m scripts.commands
 
-The pages come from the commands themselves: their help texts, arguments and options. A test fails when a page
-is older than its command line.
+The pages are generated from the help texts, arguments and options of the commands. A test fails if a page is
+not up to date.
 """
 
 import inspect
@@ -45,7 +45,7 @@ def _page(app: typer.Typer) -> str:
 
 
 def _commands(group: _Command, name: str) -> Iterator[str]:
-    """Yield the blocks of all commands of a group, and of the groups in it."""
+    """Yield the paragraphs of all commands of a group and of its subgroups."""
     for command in group.commands.values() if isinstance(group, TyperGroup) else ():
         assert isinstance(command, _Command)
         called = f"{name} {command.name}"
@@ -56,7 +56,7 @@ def _commands(group: _Command, name: str) -> Iterator[str]:
 
 
 def _text(command: _Command) -> Iterator[str]:
-    """Yield the paragraphs of a help text; lines of examples become one block of code."""
+    """Yield the paragraphs of a help text. The lines of all examples form one code block at the end."""
     examples: list[str] = []
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
         if _EXAMPLES.match(paragraph.strip()):
@@ -91,7 +91,7 @@ def _name(one: _Parameter) -> str:
 
 
 def _meaning(one: _Parameter) -> str:
-    """Return the help of a parameter, its choices, and the variable that sets it."""
+    """Return the help of a parameter with its choices and its environment variable."""
     notes = [" ".join((one.help or "").split())]
     choices = _choices(one.type_descriptor.annotation)
     if choices:
@@ -104,14 +104,14 @@ def _meaning(one: _Parameter) -> str:
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    """Return the values of an enumeration or a literal."""
+    """Return the values of a StrEnum or of a Literal, else nothing."""
     if isinstance(annotation, type):
         return tuple(annotation) if issubclass(annotation, StrEnum) else ()
     return tuple(str(value) for value in get_args(annotation) if isinstance(value, str))
 
 
 def main() -> None:
-    """Write the pages again."""
+    """Write all pages."""
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
 

@@ -1,20 +1,24 @@
-"""Writes the hash-locked requirements of the API, the workers and the agent: `make lock`.
+"""Write requirements with hashes for the API, the workers, the agent and the build: `make lock`.
 
     python -m scripts.lock            # writes requirements/*.txt; needs a package index
 
-Each file is the whole closure of what a program imports, for Linux and macOS, as uv resolves it from
-`pyproject.toml` under `constraints.txt`. Its first line holds the digest of what was asked for, by which a
-test finds without a network that a file is older than that. A file is installed by itself, then the program:
+Each file has all direct and indirect requirements of a program, for Linux and macOS. uv resolves them from
+`pyproject.toml` with `constraints.txt`. The first line has a digest of the inputs. With it, a test detects an
+outdated file without a network. Install a file before the program:
 
     pip install --no-deps --require-hashes --only-binary :all: -r requirements/api.txt
 
-Wheels alone: a source distribution is built with whatever versions pip finds that day.
+Only wheels are installed, because the build of a source distribution would use unlocked versions.
 
-Two things are not as uv finds them. tokenizers asks for huggingface_hub, for downloads that the agent never
-makes: the agent's file leaves it out, with all that it alone asks for. torch on Linux asks for the libraries
-of CUDA: they are in a file of their own, and torch has the hash of PyTorch's CPU build beside those of the
-default one, so that `worker.txt` alone fits the CPU index, and together with `cuda.txt` the default index.
-`build.txt` is what making the wheel takes.
+Two requirements differ from uv's result:
+
+- tokenizers requires huggingface_hub for downloads, which the agent never makes. `agent.txt` leaves it out,
+  with everything that only huggingface_hub requires.
+- torch on Linux requires the libraries of CUDA. They are in `cuda.txt`. `worker.txt` has the hashes of
+  torch's default build and of its CPU build. It can be installed by itself from PyTorch's CPU index, or
+  together with `cuda.txt` from the default index.
+
+`build.txt` has the requirements for building the wheel.
 """
 
 import hashlib
@@ -36,10 +40,10 @@ EXTRAS: Final = {
 }
 BUILD: Final = "build"
 OVERRIDES: Final = {"agent": ("huggingface-hub ; sys_platform == 'never'",)}
-"""A requirement of no platform is how uv is told that there is none."""
+"""Overrides of requirements. A marker that is never true removes a requirement."""
 CUDA: Final = re.compile(r"(nvidia|cuda|triton)[a-z0-9-]*==")
 TORCH_CPU: Final = {
-    # `pip hash` of the wheels that PyTorch's CPU index offers; others are added here.
+    # `pip hash` of wheels on PyTorch's CPU index. Add those of further versions here.
     "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl": (
         "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
     ),
@@ -47,7 +51,7 @@ TORCH_CPU: Final = {
 
 
 def asked_by(program: str) -> list[str]:
-    """What `pyproject.toml` asks for on behalf of a program."""
+    """Return the requirements of a program in `pyproject.toml`."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     if program == BUILD:
         return list(document["build-system"]["requires"])
@@ -60,13 +64,13 @@ def asked_by(program: str) -> list[str]:
 
 
 def digest_of_inputs(program: str) -> str:
-    """What a program's file depends on, as 16 hexadecimal digits."""
+    """Return a digest of the inputs of a program's file, 16 hexadecimal digits."""
     text = json.dumps([asked_by(program), OVERRIDES.get(program, ()), TORCH_CPU])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def resolve(program: str) -> list[str]:
-    """The blocks of a program's file: a requirement each, with its hashes on lines of their own."""
+    """Resolve a program's requirements. Return each with its hashes on separate lines."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = Path(folder) / "overrides.txt"
         overrides.write_text("\n".join(OVERRIDES.get(program, ())))
@@ -79,13 +83,13 @@ def resolve(program: str) -> list[str]:
 
 
 def with_cpu_build(block: str) -> str:
-    """A block of torch with the hashes of its CPU build."""
+    """Return torch's requirement with the hashes of its CPU build added."""
     first, *hashes = block.split(" \\\n    --hash=")
     return " \\\n    --hash=".join([first, *sorted({*hashes, *(f"sha256:{h}" for h in TORCH_CPU.values())})])
 
 
 def write(name: str, program: str, blocks: list[str]) -> None:
-    """Write a file of requirements below its head."""
+    """Write a file of requirements, with the digest of its inputs in the first line."""
     head = f"# Written by `make lock` for inputs {digest_of_inputs(program)}; scripts/lock.py says how.\n"
     (FOLDER / f"{name}.txt").write_text(head + "".join(f"{block}\n" for block in blocks))
 

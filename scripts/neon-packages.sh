@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# `make test-neon` needs a cross compiler and an emulator, some 550 MB installed. As root on Debian they are installed.
+# Install the cross compiler and the emulator for `make test-neon` (about 550 MB). Not as root, or without apt-get, print
+# the command to type.
 set -euo pipefail
 packages=(gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static)
 command -v aarch64-linux-gnu-gcc >/dev/null 2>&1 && command -v qemu-aarch64-static >/dev/null 2>&1 && exit 0

@@ -2,8 +2,8 @@
 
     python -m scripts.settings
 
-The table comes from the groups of the settings classes: names, defaults and descriptions of their fields. A
-test fails when the page is older than the classes.
+The table is generated from the fields of the settings classes: their names, defaults and descriptions. A test
+fails if the page is not up to date.
 """
 
 import re
@@ -25,7 +25,7 @@ _DATA: Final = Path("/data")
 
 
 def table() -> str:
-    """Return the table: group by group what all programs read first, then the API's own, then a worker's."""
+    """Return the table: settings of all programs first, then those of the API, then those of a worker."""
     return _HEAD + "".join(line for group in groups() for line in _lines(group))
 
 
@@ -39,13 +39,19 @@ def groups() -> tuple[type[SettingsGroup], ...]:
 def _lines(group: type[SettingsGroup]) -> Iterator[str]:
     yield f"| **{group.__doc__}** | | | |\n"
     for name, field in group.model_fields.items():
-        shown = Settings.model_fields[name] if name == "data_dir" else field  # only a worker can do without
+        shown = (
+            Settings.model_fields[name] if name == "data_dir" else field
+        )  # required for the API, optional for workers
         variable = f"`{PREFIX}{name.upper()}`"
         yield f"| {variable} | {_readers(name)} | {_default(name, shown)} | {field.description} |\n"
 
 
 def up_to_date(page: str) -> str:
-    """Return the page with a current table. Raises ValueError unless it has exactly one."""
+    """Return the page with a current table.
+
+    Raises:
+        ValueError: the page does not have exactly one table.
+    """
     written, count = _TABLE.subn(lambda _: table(), page)
     if count != 1:
         raise ValueError(f"The page must have one table of settings; it has {count}.")
@@ -61,7 +67,7 @@ def _readers(name: str) -> str:
 
 
 def _default(name: str, field: FieldInfo) -> str:
-    """Return the cell of the default; it is empty where the variable must be set."""
+    """Return the default as text. It is empty if the variable must be set."""
     below = layout(_DATA)
     if name in below:
         return f"`{str(below[name]).replace(str(_DATA), '<data>')}`"
@@ -78,7 +84,7 @@ def _default(name: str, field: FieldInfo) -> str:
 
 
 def main() -> None:
-    """Write the page again."""
+    """Update the page."""
     PAGE.write_text(up_to_date(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

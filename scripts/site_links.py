@@ -1,6 +1,7 @@
-"""Prepare pages for the site: a hook of MkDocs (mkdocs.yml), which cannot link out of its folder.
+"""Prepare pages for the site, as a hook of MkDocs (mkdocs.yml).
 
-FORMAT.md and some other files outside of docs/ become pages. Links to further files become plain text.
+MkDocs cannot link to files outside of docs/. FORMAT.md and some other such files become pages. Links to
+further files become plain text.
 """
 
 import os
@@ -12,7 +13,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-# A file of the repository, and its page on the site.
+# Files outside of docs/, and their pages on the site.
 _PAGES: Final = {
     "permille/FORMAT.md": "reference/format.md",
     "deploy/README.md": "reference/deploy.md",
@@ -23,7 +24,7 @@ _LINK: Final = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+|[^)#\s:]+\.md)(#[^
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie outside of docs/."""
+    """Add the files outside of docs/ as pages."""
     root = Path(config.config_file_path).parent
     for source, target in _PAGES.items():
         files.append(File.generated(config, target, abs_src_path=str(root / source)))
@@ -31,7 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Point links to where their files are on the site."""
+    """Change links to the places of their files on the site."""
     sources = {target: source for source, target in _PAGES.items()}
     here = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 

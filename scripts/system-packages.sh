@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The tests need a real Redis, PostgreSQL and Chromium, and the tools that judge deploy/. As root on Debian they are installed; otherwise this says what to type.
+# Install the programs that the tests need: Redis, PostgreSQL, Chromium, and tools that check deploy/. Not as root, or
+# without apt-get, print the command to type. Arguments are further programs, such as wrk for `make bench-service`.
 set -euo pipefail
 missing=()
 command -v redis-server >/dev/null 2>&1 || missing+=(redis-server)
@@ -10,7 +11,7 @@ command -v promtool >/dev/null 2>&1 || missing+=(prometheus)
 command -v docker-compose >/dev/null 2>&1 || missing+=(docker-compose)
 command -v systemd-analyze >/dev/null 2>&1 || missing+=(systemd)
 command -v openssl >/dev/null 2>&1 || missing+=(openssl)
-for program in "$@"; do  # of who asks for more: wrk for `make bench-service`
+for program in "$@"; do
   command -v "$program" >/dev/null 2>&1 || missing+=("$program")
 done
 [ ${#missing[@]} -eq 0 ] && exit 0
@@ -18,7 +19,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
   echo "installing ${missing[*]}"
   export DEBIAN_FRONTEND=noninteractive UCF_FORCE_CONFFOLD=1
   apt-get update -qq
-  # The tests run servers of their own: none of the machine's is wanted.
+  # Tests start PostgreSQL themselves, so do not create a cluster for the machine.
   [ -e /etc/postgresql-common ] || { mkdir -p /etc/postgresql-common && echo 'create_main_cluster = false' >/etc/postgresql-common/createcluster.conf; }
   apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 else

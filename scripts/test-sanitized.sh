@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The kernels' tests in a copy of the library whose kernels are built with AddressSanitizer and UBSan. An access
+# Run the tests of the kernels in a copy of the library, with kernels built with AddressSanitizer and UBSan. An access
 # outside an array, or undefined arithmetic, ends the run.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)

@@ -1,9 +1,9 @@
-"""Count the house: statements, comments, docstrings, sentences and commit subjects, per revision.
+"""Count statements, comments, docstrings, sentences and commit subjects of revisions of this repository.
 
-    make house BEFORE=7b479a96      # that revision beside the working tree
+    make house BEFORE=7b479a96      # compare that revision with the working tree
 
-Statements are counted by `ast` without docstrings, so comments, examples and white space cost nothing.
-It measures and never fails: the numbers are read by people.
+Statements are counted by `ast` without docstrings, so comments and white space have no effect. The command
+has no limits and never fails. People read the numbers.
 """
 
 import argparse
@@ -48,20 +48,20 @@ class Code:
 
     @property
     def wh_percent(self) -> float:
-        """Return the share of docstrings that open with a wh-word."""
+        """Return the percentage of docstrings that begin with a wh-word."""
         openings = [_WORDS.findall(text)[:1] for text in self.docstrings]
         return 100 * sum(words[0].lower() in _WH for words in openings if words) / max(len(openings), 1)
 
     @property
     def examples(self) -> float:
-        """Return how often a thousand docstring words hold `for example` or `>>>`."""
+        """Return the number of examples (`for example` or `>>>`) in a thousand words of docstrings."""
         text = "\n".join(self.docstrings)
         found = len(re.findall(r"for example|>>>", text, flags=re.I))
         return 1000 * found / max(len(_WORDS.findall(text)), 1)
 
 
 def sources(texts: Sequence[str]) -> Code:
-    """Count these Python sources together."""
+    """Return the counts of these Python sources together."""
     statements = code_lines = comments = 0
     docstrings: list[str] = []
     for text in texts:
@@ -86,7 +86,7 @@ def sources(texts: Sequence[str]) -> Code:
 
 
 def sentences(markdown: str) -> Iterator[str]:
-    """Yield the sentences of a page's prose: no code, table, heading or address."""
+    """Yield the sentences of a page's prose, without code, tables, headings and addresses of links."""
     prose = re.sub(r"^```.*?^```", "", markdown, flags=re.M | re.S)
     prose = re.sub(r"<!--.*?-->", "", prose, flags=re.S)
     prose = re.sub(r"\]\([^)]*\)", "]", prose)
@@ -100,7 +100,7 @@ def _modules(root: Path, rooms: Sequence[str]) -> list[str]:
 
 
 def _rows(root: Path, revision: str) -> dict[str, str]:
-    """Count one checkout. Its commits are those that `revision` reaches here."""
+    """Return the counts of one checkout. Commit subjects are those of `revision` in this repository."""
     rows = {"statements: product": str(sources(_modules(root, PRODUCT)).statements)}
     rows |= {f"statements: {room}": str(sources(_modules(root, [room])).statements) for room in _ROOMS}
     for name, rooms in (("product", PRODUCT), ("lab", ["lab"]), ("tests", ["tests"])):
@@ -123,9 +123,9 @@ def _rows(root: Path, revision: str) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a table with a column for each named revision and one for the working tree."""
+    """Print a table with a column for each given revision and one for the working tree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("revisions", nargs="*", help="revisions to count beside the working tree")
+    parser.add_argument("revisions", nargs="*", help="revisions to compare with the working tree")
     columns: dict[str, dict[str, str]] = {}
     for revision in parser.parse_args(arguments).revisions:
         archive = subprocess.run(["git", "archive", revision], capture_output=True, check=True).stdout

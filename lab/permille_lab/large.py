@@ -1,13 +1,15 @@
-"""Check that the mask and the package of a 7B model fit a small machine's memory: `make bench-large`.
+"""Check that a mask and a package of a 7B model can be made in the memory of a small machine.
 
-A checkpoint of random float16 weights is written tensor by tensor. Then each part of a build runs in a fresh
-process, told to use `--memory` bytes at most: scores (the model is read one decoder layer at a time), the
-mask and its report, the codes, the package. Its peak is `ru_maxrss`, which counts pages of mapped files. The
-times are of few and short sequences. Scoring takes as long again for each further pass over the model.
+    make bench-large
+    python -m permille_lab.large --layers 8        # 8 of the 32 layers, for less disk space
 
-    python -m permille_lab.large --layers 8        # an eighth of the disk
+A checkpoint of random float16 weights is written tensor by tensor. Each part of a build then runs in a fresh
+process: scores (one decoder layer at a time), the mask and its report, the codes, and the package. The check
+fails if the peak of a part is above `--memory` bytes. The peak is `ru_maxrss`, which includes mapped files.
+Scoring uses few and short sequences. Its time is proportional to the number of passes over the model.
 
-Disk: 2 bytes a weight of the checkpoint, 4 of the scores, 1 of the package. `--folder` is removed afterwards.
+Disk space in bytes per weight: 2 for the checkpoint, 4 for the scores, 1 for the package. `--folder` is
+deleted at the end.
 """
 
 import argparse
@@ -44,7 +46,10 @@ _GIB = 1 << 30
 
 
 def write_checkpoint(folder: Path, config: dict[str, JSON]) -> None:
-    """Write a model folder of random float16 weights, cut from one pool at another place for each tensor."""
+    """Write a model folder of random float16 weights.
+
+    Each tensor is cut from one pool of random numbers, at a random offset, since drawing all would be slow.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     shapes = expected_tensors(config)
@@ -74,7 +79,7 @@ def _parts(pool: NDArray[np.float16], size: int, start: int) -> Iterator[NDArray
 
 
 def _scores(options: argparse.Namespace) -> None:
-    """Fisher scores by layer, as a blob."""
+    """Compute Fisher scores layer by layer, and store them as a blob."""
     from permille.models.layerwise import LayerStream
     from permille.sensitivity.fisher import fisher_scores
     from permille.sensitivity.scores import put_scores
@@ -89,7 +94,7 @@ def _scores(options: argparse.Namespace) -> None:
 
 
 def _mask(options: argparse.Namespace) -> None:
-    """The largest scores and the report."""
+    """Select the mask and compute its report."""
     from permille.sensitivity.coverage import mask_report
     from permille.sensitivity.masks import select_mask
     from permille.sensitivity.scores import load_scores
@@ -103,7 +108,7 @@ def _mask(options: argparse.Namespace) -> None:
 
 
 def _codes(options: argparse.Namespace) -> None:
-    """NF4 of every linear, the rest as it is."""
+    """Quantize every linear to NF4, and store the other tensors unchanged."""
     blobs, checkpoint = _blobs(options), Checkpoint(options.folder / "model")
     how = _scheme()
     names = [name for name, _ in scoped_tensors(checkpoint.config)]
@@ -116,7 +121,7 @@ def _codes(options: argparse.Namespace) -> None:
 
 
 def _package(options: argparse.Namespace) -> None:
-    """The masked values and the manifest; then the package is verified."""
+    """Write the masked values and the manifest, and verify the package."""
     blobs, checkpoint = _blobs(options), Checkpoint(options.folder / "model")
     with np.load(options.folder / "mask.npz", allow_pickle=False) as found:
         chosen = ChosenMask(indices=dict(found), method="fisher", density="0.001", scope="all")
@@ -186,7 +191,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> None:
 
 
 def main() -> int:
-    """Make it all, or one part of it in this process."""
+    """Run all parts in child processes, or with `--part` one part in this process."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="7B")
     parser.add_argument("--layers", type=int, default=None, help="fewer decoder layers of the same width")

@@ -1,7 +1,7 @@
 """Write docs/results from lab/results: `make results`, or `python -m permille_lab.pages`.
 
-A page is a template: its first paragraph is the answer, in words, and its tables come from the finished
-cells. After a new measurement, read the words of its page again.
+A page is a template with text and places for tables. The tables come from the finished cells. The text is
+written by hand, so check it after each new measurement.
 """
 
 import argparse
@@ -50,7 +50,7 @@ _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
 
 
 def written(results: Path) -> dict[Path, str]:
-    """Return every file that is made from results, by its place in a checkout."""
+    """Return the text of every file that is made from results, by its path in a checkout."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
         undefined=StrictUndefined,
@@ -65,7 +65,7 @@ def written(results: Path) -> dict[Path, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write all pages below a checkout."""
+    """Write all pages of a checkout."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, default=Path(), help="the checkout")
     root: Path = parser.parse_args(arguments).root

@@ -1,14 +1,15 @@
-"""Measure how much of a person's gain is left in llama.cpp, by type of file: `make bench-exports`.
+"""Measure the share of a person's gain that remains in llama.cpp, by type of file: `make bench-exports`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.exports      (needs llama-cpp-python)
 
-A package of each scheme is trained as the agent trains, on one speaker of Shakespeare's plays. Its base and
-its personal model are exported in every type. Rows of the select split then go through llama.cpp.
+A package of each scheme is trained as the agent trains, on one speaker of Shakespeare's plays. The base and
+the personal model are exported in every type. llama.cpp then computes rows of the select split.
 
     divergence = mean over tokens of KL(ours || theirs)
     share = (loss of our base - loss of their personal) / (loss of our base - loss of our personal)
 
-"Ours" is what unmodified transformers computes of the float32 export. The light engine agrees to 1e-5.
+"Ours" is the float32 export in unmodified transformers. The light engine agrees with it to 1e-5. "Theirs" is
+the exported file in llama.cpp.
 """
 
 import tempfile
@@ -45,7 +46,7 @@ LogProbs = list[NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Personal:
-    """A model before and after, and rows to judge it by."""
+    """A package, its trained values, and the rows that judge."""
 
     package: Package
     values_K: NDArray[np.float32]
@@ -53,12 +54,12 @@ class Personal:
 
     @property
     def variants(self) -> Mapping[str, NDArray[np.float32]]:
-        """Sparse values by name."""
+        """Sparse values of the base and of the personal model."""
         return {"base": self.package.values(), "personal": self.values_K}
 
 
 def measure(personal: Personal, folder: Path) -> Result:
-    """Measure all types that the package's scheme allows."""
+    """Measure all file types that the package's scheme allows."""
     package, rows = personal.package, personal.rows
     ours = {name: _ours(package, values_K, rows, folder) for name, values_K in personal.variants.items()}
     base, best = mean_loss(ours["base"], rows), mean_loss(ours["personal"], rows)
@@ -95,7 +96,7 @@ def measure(personal: Personal, folder: Path) -> Result:
 
 
 def log_probs(logit_TD: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the log-probabilities of the next token, float64."""
+    """Return the log-probabilities of the next token at each position, float64 [T, D]."""
     logit_TD64 = logit_TD.astype(np.float64)
     logit_TD64 -= logit_TD64.max(axis=1, keepdims=True)
     found: NDArray[np.float64] = logit_TD64 - np.log(np.exp(logit_TD64).sum(axis=1, keepdims=True))
@@ -129,7 +130,7 @@ def _ours(package: Package, values_K: NDArray[np.float32], rows: Sequence[Row], 
 
 
 def measured(sources: Sources, folder: Path, settings: Settings) -> Result:
-    """A package of a model, trained, and its exports."""
+    """Train a package of a model, and measure its exports."""
     package = model_package(sources, settings["model"], folder, scheme=Scheme(settings["scheme"]))
     with tempfile.TemporaryDirectory() as name:
         run = text_run(package, texts(sources, 0)[SPEAKER], Path(name) / "text", seed=0, threads=1)
@@ -140,7 +141,7 @@ def measured(sources: Sources, folder: Path, settings: Settings) -> Result:
 
 
 def main() -> None:
-    """Measure what is missing."""
+    """Measure the missing cells."""
     parser = settings_parser(__doc__, FIGURE)
     options = parser.parse_args()
     sources, cells = sources_from_environment(), Cells(options.cells)

@@ -1,6 +1,6 @@
-"""llama.cpp by llama-cpp-python: it computes a GGUF file on the processor alone.
+"""A GGUF file in llama.cpp on the CPU, by llama-cpp-python.
 
-Its cache of keys and values is float32 here, so that a difference is the file's and not the cache's.
+The key-value cache is float32, so that differences come from the file and not from the cache.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 class LlamaCpp:
-    """One loaded file. Use it as a context, or close it."""
+    """One loaded file. Use it in a `with` block, which closes it."""
 
     def __init__(self, path: Path, *, context: int, threads: int = 1) -> None:
         """Load a file for sequences of at most `context` tokens."""
@@ -42,35 +42,35 @@ class LlamaCpp:
         self._model.close()
 
     def tokens(self, text: str) -> list[int]:
-        """Return a text in tokens, with the beginning that the file asks for.
+        """Return the tokens of a text, after the token that the file puts before each text.
 
-        Special tokens in the text are text.
+        Names of special tokens in the text are plain text.
         """
         return [int(token) for token in self._model.tokenize(text.encode(), add_bos=True, special=False)]
 
     def chat_template(self) -> str | None:
-        """The template that the file holds."""
+        """Return the chat template of the file, None if it has none."""
         found = self._model.metadata.get("tokenizer.chat_template")
         return None if found is None else str(found)
 
     def answer(self, messages: Sequence[tuple[str, str]], count: int) -> str:
-        """The most likely answer of at most `count` tokens, by the template that the file holds."""
+        """Return the greedy answer of at most `count` tokens, by the chat template of the file."""
         talk = [{"role": role, "content": said} for role, said in messages]
         found = self._model.create_chat_completion(talk, max_tokens=count, temperature=0.0)
         return str(found["choices"][0]["message"]["content"])
 
     def logits(self, ids_T: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the logits of one sequence from its beginning: float32 [T, D]."""
+        """Return the logits of one sequence at all positions, float32 [T, D]."""
         self._model.reset()
         self._model.eval([int(token) for token in ids_T])
         return np.array(self._model.scores[: len(ids_T)], np.float32)
 
     def greedy(self, ids_T: NDArray[np.int64], count: int) -> list[int]:
-        """The most likely continuation."""
+        """Return the greedy continuation of `count` tokens."""
         return list(self.stream(ids_T, count))
 
     def stream(self, ids_T: NDArray[np.int64], count: int) -> Iterator[int]:
-        """The same, token by token as it is computed."""
+        """Yield the greedy continuation token by token."""
         self._model.reset()
         following = [int(token) for token in ids_T]
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""The table of the page about exports, from finished cells."""
+"""Tables of docs/results/exports.md, from finished cells."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from permille_lab.measuring.tables import markdown
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Return the tables by the names that the template has for them."""
+    """Return the tables by their names in the template."""
     rows = [
         {
             "model, package": f"{settings['model']}, {settings['scheme']}",

@@ -1,1 +1,1 @@
-"""Rounds of many devices in one process, by the exact arithmetic: what each method gains and costs."""
+"""Simulated federations: the gain and the cost of each method, in one process with the exact arithmetic."""

@@ -1,15 +1,17 @@
-"""Measure federations by the exact arithmetic in one process: `make bench-federation`.
+"""Measure federations in one process with the product's exact arithmetic: `make bench-federation`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.federation [FIGURE ...]
 
-    methods      every method on every division of text
-    directions   shared, own, and as many shared directions as all own ones together
-    people       own, pooled, pooled then own, beside a pooled state of first order
-    attackers    a fifth of the devices flips or scales what it sends, under each rule
-    privacy      noise in the integers at several sizes of a cohort
+The figures are:
 
-Rates are chosen on text of other people, or on other sentences, in a few rounds. What a device sends and
-fetches is encoded and counted. `make federation` measures sockets.
+    methods      every method on every division of text
+    directions   one shared direction, one of each device, or as many shared ones as a cohort has devices
+    people       own, pooled, and pooled then own states, and the same with pooling by first order
+    attackers    a fifth of the devices sends flipped or scaled integers, under each rule
+    privacy      noise in the integers, for several sizes of a cohort
+
+Learning rates are chosen in a few rounds on text of other people, or on other sentences. All messages are
+encoded, and their bytes are counted. `make federation` runs real processes with sockets.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,9 +46,9 @@ _KIND = {
     Division.SST2_DIRICHLET: Division.SST2_IID,
     Division.TWEETS_PERSON: Division.TWEETS_PERSON,
 }
-"""The division on which a rate is chosen, with other text."""
+"""Division for the choice of the learning rate, with other text."""
 DIRECTIONS = Method(estimator=EstimatorKind.SPSA, queries=1, steps=20)
-"""The paper's figure 5: two-sided, one direction a step."""
+"""The method of the paper's figure 5: two-sided, one direction per step."""
 PRIVATE = Method(
     estimator=EstimatorKind.GRADIENT, queries=64, steps=1, batch_rows=4, local_steps=1, groups=True
 )
@@ -55,7 +57,7 @@ _OWN_STEPS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """The inputs of all measurements."""
+    """Inputs of all measurements, and the results file."""
 
     world: World
     sources: Sources
@@ -63,14 +65,14 @@ class Bench:
     known: dict[tuple[Division, int, int], list[Client]] = field(default_factory=dict)
 
     def clients(self, split: Division, devices: int, *, turn: int = 0) -> list[Client]:
-        """Return devices with text of a division, read once."""
+        """Return devices with text of a division. They are cached."""
         key = (split, devices, turn)
         if key not in self.known:
             self.known[key] = clients_of(self.world.package, self.sources.data, split, devices, turn=turn)
         return self.known[key]
 
     def rate(self, name: str, rates: Sequence[float], split: Division, gain: Callable[..., float]) -> float:
-        """Return the rate of the largest gain in a few rounds on other text. It is kept as a cell."""
+        """Return the rate with the largest gain in a few rounds on other text. The search is a cell."""
         kind = _KIND[split]
         settings = {"method": name, "split": kind.value, "rates": list(rates), "rounds": TUNING.rounds}
         found = self.cells.once("rate", settings, partial(self._tried, rates, kind, gain))
@@ -83,7 +85,7 @@ class Bench:
 
 
 def tuned(bench: Bench, name: str, method: Method, split: Division) -> float:
-    """Return the method with its rate."""
+    """Return the best rate of a method."""
 
     def gain(clients: Sequence[Client], rate: float) -> float:
         rules = definition_of(bench.world, method, rounds=TUNING.rounds, rate=rate)
@@ -117,7 +119,7 @@ def measured(bench: Bench, name: str, method: Method, split: Division, seed: int
 
 
 def averaged(bench: Bench, name: str, split: Division, seed: int) -> Result:
-    """Measure one reference of first order on one division."""
+    """Measure one first-order reference on one division."""
 
     def gain(clients: Sequence[Client], rate: float) -> float:
         return float(np.mean(references.averaged(bench.world, name, clients, TUNING, rate).gains))
@@ -138,7 +140,7 @@ def averaged(bench: Bench, name: str, split: Division, seed: int) -> Result:
 
 
 def methods(bench: Bench) -> None:
-    """Measure every method on every division, the cheap ones first."""
+    """Measure every method on every division."""
     for name in (OURS, "FedSPZO", "DeComFL", *references.RATES, *METHODS):
         for split in (Division.SST2_IID, Division.SST2_DIRICHLET, Division.TWEETS_PERSON):
             settings: Settings = {
@@ -157,7 +159,7 @@ def methods(bench: Bench) -> None:
 
 
 def directions(bench: Bench) -> None:
-    """Measure one direction shared, one of each device, and as many shared as those together."""
+    """Measure one shared direction, one direction of each device, and as many shared ones."""
     cases: Mapping[str, Method] = {
         "shared, 1": DIRECTIONS,
         f"own, {COHORT} x 1": replace(DIRECTIONS, own=True),
@@ -180,7 +182,7 @@ def ours(
     local_steps: int = METHODS[OURS].local_steps,
     **rules: object,
 ) -> Outcome:
-    """Return our gradient method with its rate, under further rules."""
+    """Run our gradient method at its best rate, with further rules of the definition."""
     rate = tuned(bench, OURS, METHODS[OURS], split)
     method = replace(METHODS[OURS], local_steps=local_steps)
     found = definition_of(bench.world, method, rounds=plan.rounds, rate=rate)
@@ -190,7 +192,7 @@ def ours(
 def own_values(
     bench: Bench, client: Client, start_W: NDArray[np.float32], *, steps: int, rate: float = RATE
 ) -> NDArray[np.float32]:
-    """Train with Adam on a device's own text, as the agent's steps do, and return the last state."""
+    """Train on a device's text by the agent's Adam steps, and return the last values."""
     first = learning_rate(bench.world.package) * rate / RATE
     exponent, k = unit_exponent(first), len(start_W)
     moments = Moments.first(k, np.zeros(k, np.int64))
@@ -203,13 +205,13 @@ def own_values(
 
 
 def person_states(bench: Bench) -> Result:
-    """Return the losses of each person's test part under each state, nats per token."""
+    """Return the gain of each person's test part under each state, in nats per token."""
     clients = bench.clients(Division.TWEETS_PERSON, DEVICES)
     base_W = bench.world.package.values()
     plan = Plan(cohort=COHORT, rounds=2 * ROUNDS)
     pooled_W = ours(bench, Division.TWEETS_PERSON, plan, clients).values_W
     everyone = Client(name="all", train=[row for client in clients for row in client.train], test=[])
-    # It takes as many batches as all devices of all rounds together.
+    # Take as many batches as all devices in all rounds together.
     steps = plan.cohort * plan.rounds * METHODS[OURS].local_steps
     first_order_W = own_values(bench, everyone, base_W, steps=steps, rate=RATE / 3)
     states = {
@@ -229,18 +231,18 @@ def person_states(bench: Bench) -> Result:
 
 
 def people(bench: Bench) -> None:
-    """Measure the gain from pooling for each person."""
+    """Measure the gains of each person with and without pooling."""
     settings: Settings = {"devices": DEVICES, "rounds": 2 * ROUNDS, "own_steps": _OWN_STEPS, "seed": 0}
     bench.cells.once("people", settings, partial(person_states, bench))
 
 
 def flipped(index: int, c_TQ: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Let the first fifth of the devices send the opposite."""
+    """Return the integers that a device sends. The first fifth of the devices negates them."""
     return -c_TQ if index < DEVICES // 5 else c_TQ
 
 
 def scaled(index: int, c_TQ: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Let the first fifth of the devices send a hundred times the opposite, as far as the format takes it."""
+    """Return the integers that a device sends. The first fifth multiplies them by -100, within the format."""
     return np.clip(-100 * c_TQ, -8192, 8192) if index < DEVICES // 5 else c_TQ
 
 
@@ -261,14 +263,14 @@ def attackers(bench: Bench) -> None:
                 clients = bench.clients(Division.TWEETS_PERSON, DEVICES)
                 plan = Plan(cohort=10, rounds=4, attack=sent)
                 found = ours(bench, Division.TWEETS_PERSON, plan, clients, local_steps=4, **changes)
-                # Attackers' own text counts too.
+                # The gains also count on the text of the attackers.
                 return {"gains": bench.world.gains(found.values_W, clients)}
 
             bench.cells.once("attackers", settings, run)
 
 
 def private(bench: Bench, cohort: int, hundredths: int, rounds: int) -> Result:
-    """Run rounds of all devices of a cohort with noise of so many hundredths of the clip."""
+    """Run rounds with all devices of a cohort. `hundredths` is the noise multiplier times 100, 0 for none."""
     clients = small_clients(bench.world.package, bench.sources.data, cohort)
     rules = definition_of(bench.world, PRIVATE, rounds=rounds, rate=0.3)
     noise = Privacy(
@@ -287,7 +289,7 @@ def private(bench: Bench, cohort: int, hundredths: int, rounds: int) -> Result:
 
 
 def privacy(bench: Bench) -> None:
-    """Measure noise against gain."""
+    """Measure the gain with and without noise."""
     for cohort in (30, 100, 300):
         for hundredths in (0, 220):
             settings: Settings = {
@@ -309,7 +311,7 @@ FIGURES: Mapping[str, Callable[[Bench], None]] = {
 
 
 def main() -> None:
-    """Measure what is missing."""
+    """Measure the missing cells."""
     parser = settings_parser(__doc__, "federation")
     parser.add_argument("figures", nargs="*", choices=[[], *FIGURES], default=[])
     options = parser.parse_args()

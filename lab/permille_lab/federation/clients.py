@@ -1,10 +1,10 @@
-"""Devices and their text: one person each, or sentences dealt out.
+"""Devices and their text.
 
-    by person        a device has one author's tweets (LaMP-7)
-    SST-2, IID       sentences with "It was great" or "It was terrible"; only the answer counts
-    SST-2, Dirichlet each device's share of the two answers is drawn from Dirichlet(0.1, 0.1)
+    by person        a device has the tweets of one author (LaMP-7)
+    SST-2, IID       sentences, each with "It was great" or "It was terrible"; only the answer is a target
+    SST-2, Dirichlet each device's shares of the two answers are drawn from Dirichlet(0.1, 0.1)
 
-A device's test part trains nothing. Devices to tune on have text that no measured device has.
+No device trains on its test part. The devices for tuning have other text than the measured ones.
 """
 
 import json
@@ -33,11 +33,11 @@ from permille_lab.tasks.rows import read_file
 
 ROW_TOKENS = 32
 TRAIN_TOKENS, TEST_TOKENS = 1_200, 400
-"""Of one device with tweets."""
+"""Number of target tokens of a device with tweets."""
 TRAIN_SENTENCES, TEST_SENTENCES = 40, 20
-"""Of one device with SST-2."""
+"""Number of sentences of a device with SST-2."""
 CONCENTRATION = 0.1
-_TURN_DEVICES = 20  # of a turn, at most
+_TURN_DEVICES = 20  # largest number of devices of a turn
 _LONGEST_SENTENCE = 48
 _LEAST_CHARACTERS = 4_000
 
@@ -52,7 +52,7 @@ class Division(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """A device's text in rows: what it trains on, what judges."""
+    """A device's text in rows, for training and for the test."""
 
     name: str
     train: Sequence[Row]
@@ -60,14 +60,14 @@ class Client:
 
 
 def clients_of(package: Package, data: Path, split: Division, devices: int, *, turn: int = 0) -> list[Client]:
-    """Return so many devices of a division.
+    """Return `devices` devices of a division.
 
     Args:
-        data: holds `users/` and `tasks/`.
-        turn: another number has other text.
+        data: folder with `users/` and `tasks/`.
+        turn: devices of different turns have different text.
 
     Raises:
-        InputError: too little text.
+        InputError: there is too little text.
     """
     texts = _Texts(package)
     rng = np.random.default_rng([turn, list(Division).index(split)])
@@ -83,7 +83,10 @@ def clients_of(package: Package, data: Path, split: Division, devices: int, *, t
 
 
 def small_clients(package: Package, data: Path, devices: int) -> list[Client]:
-    """Return enough devices for a large cohort, with ten tweets of one author each. Two of them judge."""
+    """Return devices for a large cohort. Each has ten tweets of one author, two of them for the test.
+
+    An author with many tweets has several devices.
+    """
     texts, found = _Texts(package), []
     for user in cohort(read_users(data, Collection.LAMP7).users, least_characters=0):
         documents = texts.tokens(user.documents)
@@ -101,7 +104,7 @@ class _Texts:
         self._tokenizer = package_tokenizer(package)
 
     def tokens(self, rows: Sequence[Mapping[str, str]]) -> list[TokenizedDocument]:
-        """Return documents as the agent reads and tokenizes them. Documents without a target are left out."""
+        """Return the documents tokenized as by the agent. Documents without a target are left out."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "text.jsonl"
             path.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
@@ -135,7 +138,7 @@ def _client(name: str, train: Sequence[TokenizedDocument], test: Sequence[Tokeni
 def _sentences(
     texts: _Texts, data: Path, devices: int, turn: int, rng: np.random.Generator | None
 ) -> list[Client]:
-    """Return devices with sentences. With a generator, each has its own share of positive ones."""
+    """Return devices with sentences. With `rng`, each device draws its share of positive sentences."""
     size = TRAIN_SENTENCES + TEST_SENTENCES
     examples = [
         example
@@ -155,7 +158,7 @@ def _sentences(
     for index in range(devices):
         share = 0.5 if rng is None else float(rng.dirichlet([CONCENTRATION, CONCENTRATION])[0])
         labels = np.arange(size) < round(share * size)
-        # Both parts have the same shares, so that a device is judged by text of its own kind.
+        # Shuffle, so that train and test part have the same expected shares of the two answers.
         order = np.random.default_rng([turn, index]).permutation(size)
         documents = [next(pools[int(labels[place])]) for place in order]
         clients.append(_client(f"{index}", documents[TEST_SENTENCES:], documents[:TEST_SENTENCES]))

@@ -1,14 +1,16 @@
-"""The methods of the papers as definitions of one format, and ours.
+"""The methods of the papers and ours, as definitions of federations.
 
-    FedSPZO     split perturbation, P_1 = 2, P_2 = 8, K = 20, each device its own directions
-    DeComFL     one-sided differences, P = 10, K = 20, all devices the same directions
-    FedZO       the same with P = 5; its own directions; sends its values: a packed state each way
-    FedKSeed    one direction a step, two-sided, 100 steps, as its pool of seeds
-    ours        a gradient's steps on every weight, projected on 1,024 groups; Ferret's idea, in integers
-    one-sided   forward passes alone: 16 groups, K = 12
+    FedSPZO     split perturbation, P_1 = 2, P_2 = 8, K = 20, each device has separate directions
+    DeComFL     one-sided differences, P = 10, K = 20, all devices share the directions
+    FedZO       one-sided differences, P = 5, K = 20, separate directions, a packed state each way
+    FedKSeed    two-sided differences, P = 1, K = 100, separate directions; K stands for its pool of seeds
+    ours        gradient steps on every weight, projected on 1,024 groups, as in Ferret but with integers
+    one-sided   forward passes only: 16 groups, K = 12
 
-One-sided differences are to the mean of the other losses, where the papers take the loss at the state.
-Scalars are normalised (a step is as long as the rate says) and the rate falls linearly, for all.
+P is the number of directions of a step, and K the number of steps. We deviate from the papers in two points.
+A one-sided difference is to the mean of the other losses, and not to the loss at the state. For all methods,
+projected gradients are normalised, so that only the learning rate decides the length of a step. The learning
+rate falls linearly.
 """
 
 import base64
@@ -29,13 +31,13 @@ _ADAM_RATES = (0.1, 0.2, 0.4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """The way that devices step, and the values that they share.
+    """The steps of devices, and the messages that they exchange.
 
     Attributes:
-        queries: of one device's step; for `SPLIT` of both blocks.
-        own: each device of a cohort has directions of its own.
-        values: a device sends and gets its values, whatever the integers are.
-        rates: step sizes to choose from; along the gradient as shares of the weights' root mean square.
+        queries: number of directions of a device's step. For `SPLIT`, of both blocks together.
+        own: True if each device of a cohort has separate directions.
+        values: True if the traffic is a packed state each way, instead of integers.
+        rates: learning rates to choose from. With the gradient, relative to the weights' root mean square.
     """
 
     estimator: EstimatorKind
@@ -76,11 +78,11 @@ def definition_of(world: World, method: Method, *, rounds: int, rate: float) -> 
     """Return the federation of a method. Callers add further rules by `dataclasses.replace`.
 
     Args:
-        rate: of the first step; along the gradient a share of the weights' root mean square.
+        rate: learning rate of the first step. With the gradient, relative to the weights' root mean square.
     """
     package = world.package
     split = None
-    if method.estimator is EstimatorKind.SPLIT:  # P_1 = 2 directions of each device below
+    if method.estimator is EstimatorKind.SPLIT:  # P_1 = 2 directions of the lower block
         split = BlockSplit.halving(package.counts, int(package.config["num_hidden_layers"]), 2)
     guard_bits = 2
     if method.estimator is EstimatorKind.GRADIENT:

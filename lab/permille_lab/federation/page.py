@@ -1,4 +1,4 @@
-"""The tables of the page on federations, from finished cells."""
+"""Tables of docs/results/federation.md, from finished cells."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -22,7 +22,7 @@ _PAIRS = (
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Return the tables by the names that the template has for them."""
+    """Return the tables by their names in the template."""
     cells = Cells(results / "federation.jsonl")
     return {
         "methods": markdown(_methods(cells.of("methods"))),
@@ -34,7 +34,7 @@ def tables(results: Path) -> dict[str, str]:
 
 
 def interval(gains: Sequence[float]) -> str:
-    """Return the mean and its 95 % interval, by Student's t over devices."""
+    """Return the mean and its 95 % interval as text, by Student's t over devices."""
     values = np.array(gains)
     reach = float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)) if len(values) > 1 else 0.0
     return f"{values.mean():+.3f} ({values.mean() - reach:+.3f} to {values.mean() + reach:+.3f})"

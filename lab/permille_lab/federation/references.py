@@ -1,10 +1,10 @@
-"""Federated averaging by first order, as a reference: devices take AdamW's steps and send the change.
+"""First-order references: federated averaging. Devices take steps of Adam, and their weights are averaged.
 
     the masked values    the package's sparse values; a packed state each way
-    all weights          the dense float32 model; every weight each way
-    LoRA                 adapters of all linear layers, r = 8; every adapter weight each way
+    all weights          the dense float32 model; all weights each way
+    LoRA                 adapters of all linear layers, r = 8; all adapter weights each way
 
-The weights are averaged. AdamW begins anew in each round, and its rate falls linearly over the rounds.
+The moments start at 0 in each round. The learning rate falls linearly over the rounds.
 """
 
 import time
@@ -24,15 +24,20 @@ from permille_lab.federation.simulation import Plan, Traffic, World
 from permille_lab.measuring.dense import batch_loss, dense_model, mean_loss
 
 ROWS, STEPS = 4, 16
-"""Of a batch, and of a device's part of a round: as many as those of our gradient."""
+"""Rows of a batch, and steps of a device in a round, as in our gradient method."""
 VALUES, DENSE, LORA = "FedAvg, the masked values", "FedAvg, all weights", "FedAvg-LoRA"
 RATES = {VALUES: (0.1, 0.2, 0.4), DENSE: (1e-3, 3e-3, 1e-2), LORA: (1e-3, 3e-3, 1e-2)}
-"""To choose from; of the masked values as shares of their root mean square."""
+"""Learning rates to choose from. For the masked values, relative to their root mean square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The end of an averaging: the gain of each device's test part."""
+    """The result of an averaging.
+
+    Attributes:
+        gains: gain of each device's test part, in nats per token.
+        seconds: processor seconds of all rounds.
+    """
 
     gains: list[float]
     traffic: Traffic
@@ -40,7 +45,7 @@ class Reference:
 
 
 def averaged(world: World, name: str, clients: Sequence[Client], plan: Plan, rate: float) -> Reference:
-    """Run the averaging of this name."""
+    """Run the averaging `name`, a key of `RATES`."""
     if name == VALUES:
         return averaged_values(world, clients, plan, rate)
     torch.manual_seed(plan.seed)
@@ -75,7 +80,7 @@ def averaged(world: World, name: str, clients: Sequence[Client], plan: Plan, rat
 
 
 def averaged_values(world: World, clients: Sequence[Client], plan: Plan, share: float) -> Reference:
-    """Average the values after Adam's steps on every masked weight, on the lattice."""
+    """Average states on the lattice. Devices train all masked weights by steps of Adam."""
     base_W = world.package.values()
     rate = share * learning_rate(world.package) / RATE
     exponent = unit_exponent(rate)

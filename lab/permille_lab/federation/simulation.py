@@ -1,9 +1,9 @@
-"""A federation in one process, with exactly the service's definition, contributions, rule and history.
+"""A federation in one process, with the service's code for definitions, contributions, rules and history.
 
 Devices take their steps by `permille.federation.local`, one after the other. Their messages are encoded,
-counted, decoded and then combined. Only the sockets are missing.
+counted, decoded and combined. Only the network is missing.
 
-Shapes: W = masked weights, T = steps done, Q = queries.
+# Legend: W masked weights, T steps, Q queries, V integers of a contribution.
 """
 
 import tempfile
@@ -31,12 +31,12 @@ from permille_agent.embed import TrainingBatches, mean_loss
 from permille_lab.federation.clients import Client
 
 Attack = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
-"""What device number i sends in place of its integers."""
+"""Returns the integers that a device sends, from its number and its true integers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The data that all runs on one package share."""
+    """A package, its engine, and the key that signs all messages."""
 
     package: Package
     engine: Engine
@@ -47,7 +47,7 @@ class World:
         return cast("GradientEngine", self.engine).gradient(values_W, batch)
 
     def gains(self, values_W: NDArray[np.float32], clients: Sequence[Client]) -> list[float]:
-        """Return the gain over the package in nats per token, for each device's test part."""
+        """Return the gain of each device's test part over the package's values, in nats per token."""
         base_W = self.package.values()
         return [
             mean_loss(self.engine, base_W, client.test) - mean_loss(self.engine, values_W, client.test)
@@ -57,7 +57,7 @@ class World:
 
 @dataclass(slots=True)
 class Traffic:
-    """Encoded bytes of a device that takes part in every round."""
+    """Encoded bytes that a device sends and fetches, if it takes part in every round."""
 
     up: float = 0.0
     down: float = 0.0
@@ -65,7 +65,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of a federation. Seconds are processor time, of all devices and the service."""
+    """The result of a federation. Seconds are processor time of all devices and the service."""
 
     history: History
     values_W: NDArray[np.float32]
@@ -78,11 +78,11 @@ class Plan:
     """The rounds of a federation and the devices that take part.
 
     Attributes:
-        cohort: devices of a round, drawn without replacement.
-        rounds: number of rounds that are run, of those that the definition allows.
-        seed: of the draw and of batches.
-        attack: integers that a device sends in place of its own.
-        own: each device of a cohort has directions of its own.
+        cohort: number of devices of a round. They are drawn without replacement.
+        rounds: number of rounds to run.
+        seed: seed of the draw and of the batches.
+        attack: changes the integers that devices send.
+        own: True if each device of a cohort has separate directions.
     """
 
     cohort: int
@@ -93,7 +93,7 @@ class Plan:
 
 
 def federate(world: World, definition: Definition, clients: Sequence[Client], plan: Plan) -> Outcome:
-    """Run a federation from the package's own values."""
+    """Run a federation from the package's values."""
     history, traffic = History.begin(definition), Traffic()
     rng = np.random.default_rng([plan.seed, 1])
     begun = time.process_time()
@@ -141,17 +141,17 @@ def closed(definition: Definition, number: int, received: Sequence[Contribution]
 
 
 def _own(definition: Definition, place: int) -> Definition:
-    """Return the rules of a device whose directions are its own."""
+    """Return the definition of a device with separate directions."""
     return replace(definition, log=replace(definition.log, seed=definition.log.seed + place))
 
 
 def _add_own(
     history: History, parts: Sequence[LocalRound], received: Sequence[Contribution], data: Sequence[bytes]
 ) -> int:
-    """Move the state by the mean of the devices' own moves; returns the bytes that each device fetches.
+    """Move the state by the mean of the devices' moves. Return the bytes that each device fetches.
 
-    The product's rounds have one set of directions for all devices, so such a round is no record of theirs.
-    A device must fetch every other one's integers.
+    A round of the product has one set of directions for all devices, so it cannot record separate
+    directions. Instead, each device fetches the contributions of all devices.
     """
     moved_W = sum(part.moved(each.c_TQ) for part, each in zip(parts, received, strict=True))
     scale = float(1 << history.definition.guard_bits)
@@ -179,6 +179,6 @@ def _contribution(part: LocalRound, c_TQ: NDArray[np.int64], history: History) -
 
 
 def _memory() -> Path | None:
-    """Return a folder in memory, if there is one: each step of a device is made durable."""
+    """Return a folder in memory, if there is one. On a disk, the journal of each step would be slow."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else None

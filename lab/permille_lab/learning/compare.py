@@ -1,17 +1,21 @@
-"""Compare the agent with first order and MeZO: how fast a person's model learns. `make bench-learning`.
+"""Compare the time to learn of the agent, first order and MeZO: `make bench-learning`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.learning.compare --people 1 --seeds 0
 
-The texts are one speaker of Shakespeare's plays and people with tweets. The latter wrote too little for the
-agent's own division. The held-out text is the select split.
+The texts are those of one speaker in Shakespeare's plays and of people with tweets. The tweets are too few
+for the agent's splits, so `person_run` divides them. The select split is the held-out text.
 
-The agent's contenders are those of `OURS`, on the NF4 package. MeZO and LoRA (r = 8, peft) train a dense
-float32 model. For LoRA it is the model that the package's codes decode to. `the same values, AdamW` takes the
-engine's gradient of the masked weights. The step sizes of these methods are the best on the same held-out
-text, which favours them. Contenders of `TRAINED` differ in the numbers that their package trains.
+These are the contenders:
 
-Every run is a process of its own with one thread. Seconds are processor time without evaluations. The peak of
-memory is the process's.
+- Those of `OURS` are the agent's training of the NF4 package.
+- MeZO trains all weights of the original model in float32.
+- LoRA (r = 8, peft) trains a float32 model with the decoded weights of the package.
+- `the same values, AdamW` trains the masked weights by the engine's gradient.
+- Those of `TRAINED` are the agent's training of packages with other trained numbers.
+
+The step sizes of MeZO, LoRA and AdamW are the best ones on the same held-out text, which favours these
+methods. Every run is a separate process with one thread. Seconds are processor time without evaluations. The
+peak of memory is that of the process.
 """
 
 import argparse
@@ -45,7 +49,7 @@ OURS: Mapping[str, tuple[EstimatorKind, int, int, int]] = {
     STATE: (EstimatorKind.GRADIENT, 0, 4, 80),
     FORWARD_ONLY: (EstimatorKind.ONE_SIDED, 16, 2, 100),
 }
-"""Estimator, queries (0 along the gradient), rows a step, and steps, by contender."""
+"""Estimator, queries (0 for the gradient), rows of a step, and number of steps, by contender."""
 TRAINED: Mapping[str, float | ChosenAdapter] = {
     "37 thousand values": 0.0064,
     "LoRA of rank 1": ChosenAdapter(kind=AdapterKind.LORA, rank=1, alpha=16),
@@ -54,14 +58,17 @@ TRAINED: Mapping[str, float | ChosenAdapter] = {
     "LoRA of rank 4": ChosenAdapter(kind=AdapterKind.LORA, rank=4, alpha=16),
     "LoRA-FA of rank 8": ChosenAdapter(kind=AdapterKind.LORA_FA, rank=8, alpha=16),
 }
-"""What packages train, as `STATE` does, by contender: sparse values and adapters of as many numbers."""
+"""Density or adapter of a package, by contender. All train as `STATE` does.
+
+The sparse values and the adapters of each size have about equally many numbers.
+"""
 THEIRS = {"the same values, AdamW": (80, 20), "LoRA, AdamW": (80, 20), "MeZO": (100, 10)}
-"""Steps of the run and of a trial."""
+"""Numbers of steps of a run and of a trial of a step size."""
 _LEAST_CHARACTERS = 8_000
 
 
 def texts(sources: Sources, people: int) -> dict[str, tuple[Document, ...]]:
-    """Return the speaker, and the first people of those with many tweets."""
+    """Return the texts of the speaker, and of the first people with many tweets, by name."""
     speakers = {user.name: user for user in read_users(sources.data, Collection.SHAKESPEARE).users}
     tweets = cohort(read_users(sources.data, Collection.LAMP7).users, least_characters=_LEAST_CHARACTERS)
     found = {SPEAKER: speakers[SPEAKER].documents}
@@ -72,7 +79,7 @@ def measure(folder: Path, settings: Settings, documents: Sequence[Document]) -> 
     """Measure one contender on one text, in a child process.
 
     Raises:
-        InputError: it failed.
+        InputError: the child process failed.
     """
     with tempfile.TemporaryDirectory() as name:
         text = Path(name) / "text.json"
@@ -119,16 +126,16 @@ def measured(
 
 
 def _kept_bytes(run: Path) -> int:
-    """Return the bytes of a run's result: of the journal of its steps, or of its state."""
+    """Return the bytes of a run's largest journal or state."""
     kept = [path for kind in ("journal", "state") for path in run.glob(f"descent-*.{kind}")]
     return max((path.stat().st_size for path in kept), default=0)
 
 
 def main() -> None:
-    """Measure what is missing, the quick contenders of every text first."""
+    """Measure the missing cells."""
     parser = settings_parser(__doc__, "learning")
     parser.add_argument("--model", choices=DENSITIES, default="reference-7M")
-    parser.add_argument("--people", type=int, default=3, help="with tweets, beside the speaker")
+    parser.add_argument("--people", type=int, default=3, help="number of people with tweets")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--method", action="append", choices=[*OURS, *THEIRS, *TRAINED], help="only these")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -143,7 +150,7 @@ def main() -> None:
     cells = Cells(options.cells)
     of_text = texts(sources, options.people)
     for method in options.method or [*OURS, *THEIRS, *TRAINED]:
-        # Make the package here, so that no child does.
+        # Make the package here, so that its time and memory do not count in a child.
         model_package(sources, options.model, options.folder, trained=TRAINED.get(method))
         for seed in options.seeds:
             for text, documents in of_text.items():

@@ -1,10 +1,10 @@
-"""Compare how much each estimator learns for its cost: `make bench-estimators`.
+"""Compare the gain of the estimators at equal cost: `make bench-estimators`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.learning.estimators
 
-Every contender trains as the agent does, with as many row passes (a row of the batch through the whole model
-once) as the default estimator in `--steps` steps, on speeches of one of Shakespeare's speakers and on the
-tweets of one person; a seed is also another person.
+Every contender trains as the agent does, on the speeches of one of Shakespeare's speakers and on the tweets
+of one person. A row pass is one pass of a batch's row through the whole model. Each contender has as many row
+passes as the default estimator has in `--steps` steps. Each seed also takes another person.
 """
 
 import tempfile
@@ -29,14 +29,14 @@ _LEAST_CHARACTERS = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One way to estimate projected gradients."""
+    """An estimator with its number of queries and rows."""
 
     estimator: EstimatorKind
     queries: int
     batch_rows: int = 2
 
     def row_passes(self) -> int:
-        """Count those of one step, of a split as if both of its blocks had as many layers."""
+        """Return the row passes of one step. For a split, both blocks count as equally large."""
         passes = {
             EstimatorKind.SPSA: 2 * self.queries,
             EstimatorKind.ONE_SIDED: self.queries,
@@ -63,8 +63,7 @@ def measure(
     *,
     threads: int,
 ) -> Result:
-    """One contender's run; `failed` where no epsilon or step size is usable."""
-    # The default's pass as many rows; None is no number of minutes.
+    """Return the result of one contender's run, or `failed` if the search found no usable step size."""
     steps = max(1, (options.steps or 1) * DEFAULT.row_passes() // contender.row_passes())
     with tempfile.TemporaryDirectory() as folder:
         run = text_run(package, documents, Path(folder), seed=options.seed, threads=threads, engine=LIGHT)
@@ -75,11 +74,11 @@ def measure(
 
 
 def main() -> None:
-    """Measure what is missing."""
+    """Measure the missing cells."""
     parser = settings_parser(__doc__, "estimators")
     parser.add_argument("--model", choices=DENSITIES, action="append", help="only these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=400, help="of the default estimator")
+    parser.add_argument("--steps", type=int, default=400, help="steps of the default estimator")
     arguments = parser.parse_args()
     sources = sources_from_environment()
     cells = Cells(arguments.cells)

@@ -1,7 +1,7 @@
-"""The methods beside the agent's training: MeZO and first order, each on the same rows of a text.
+"""MeZO and first-order methods, which are compared with the agent's training on the same text.
 
-First order has as many rows a step as the agent. MeZO has 16, as published. The step size of each comes from
-a grid that grows while its best value is on an edge.
+First order takes as many rows in a step as the agent. MeZO takes 16, as published. The step size of each
+method comes from a grid, which grows while the best value is at an edge.
 """
 
 import math
@@ -29,10 +29,10 @@ _EVALUATED_ROWS = 16
 
 
 class Method(Protocol):
-    """A method that trains a model of its own."""
+    """A method that holds and trains a model."""
 
     def step(self, batch: Batch, number: int) -> None:
-        """Make one step."""
+        """Take one step."""
 
     def loss(self) -> float:
         """Return the loss of the select split."""
@@ -54,7 +54,7 @@ class DenseMezo:
 
 
 class Lora:
-    """AdamW on adapters of all linear layers, r = 8, over the weights that the package decodes to."""
+    """AdamW on adapters of all linear layers, r = 8, over the decoded weights of the package."""
 
     def __init__(self, run: TextRun, _: Path, learning_rate: float) -> None:
         import peft
@@ -79,7 +79,7 @@ class Lora:
 
 
 class SparseValues:
-    """AdamW on the package's own sparse values, by the engine's gradient."""
+    """AdamW on the package's sparse values, by the engine's gradient."""
 
     def __init__(self, run: TextRun, _: Path, learning_rate: float) -> None:
         self._run = run
@@ -98,7 +98,7 @@ class SparseValues:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """The maker of a method, the grid of its step sizes, and its rows a step."""
+    """A constructor of a method, its grid of step sizes, and its number of rows in a step."""
 
     make: Callable[[TextRun, Path, float], Method]
     grid: tuple[float, ...]
@@ -113,7 +113,7 @@ METHODS: Mapping[str, Contender] = {
 
 
 def rows_loss(model: Any, run: TextRun) -> float:
-    """Return the mean loss of a target token of the select split, as the agent computes it."""
+    """Return the mean loss per target of the select split, as the agent computes it."""
     rows = run.prepared.select
     total, targets = 0.0, 0
     for first in range(0, len(rows), _EVALUATED_ROWS):
@@ -125,7 +125,7 @@ def rows_loss(model: Any, run: TextRun) -> float:
 
 
 def descend(method: Method, run: TextRun, *, steps: int, every: int, rows: int) -> list[dict[str, Any]]:
-    """Take steps, and evaluate before the first and after every `every`. End if the loss is not finite."""
+    """Take steps. Evaluate before the first one and every `every` steps. End if a loss is not finite."""
     batches = TrainingBatches(run.prepared.train, batch_rows=rows, seed=run.seed)
     points = [{"step": 0, "loss": method.loss(), "seconds": 0.0}]
     spent = 0.0
@@ -141,7 +141,7 @@ def descend(method: Method, run: TextRun, *, steps: int, every: int, rows: int) 
 
 
 def best_rate(tried: Callable[[float], float], grid: tuple[float, ...]) -> float:
-    """Return the rate of the lowest loss. The grid grows by up to `_EXTENSIONS` at its edges."""
+    """Return the rate with the lowest loss. The grid grows at its edges by up to `_EXTENSIONS` rates."""
     losses = {rate: tried(rate) for rate in grid}
     for _ in range(_EXTENSIONS):
         best = min(losses, key=lambda rate: losses[rate])
@@ -153,7 +153,7 @@ def best_rate(tried: Callable[[float], float], grid: tuple[float, ...]) -> float
 
 
 def final_loss(contender: Contender, run: TextRun, model: Path, rate: float, *, steps: int) -> float:
-    """Return the final loss of a trial with a step size; infinite where it diverged."""
+    """Return the final loss of a trial with a step size, infinity if training diverged."""
     loss = float(
         descend(contender.make(run, model, rate), run, steps=steps, every=steps, rows=contender.rows)[-1][
             "loss"

@@ -2,8 +2,8 @@
 
     w += epsilon z;  loss_plus;  w -= 2 epsilon z;  loss_minus;  w += epsilon z;  w -= lr * projected_grad * z
 
-z is Gaussian and is made again from its seed each of the four times. As in the published method, each
-addition and subtraction is rounded, so the weights drift.
+z is Gaussian and is generated again from its seed for each of the four moves. As in the published method,
+each addition and subtraction is rounded, so the weights drift.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,10 +21,7 @@ class Mezo:
         self._learning_rate = learning_rate
 
     def step(self, loss: Callable[[], float], seed: int) -> float:
-        """Take one step and return the mean of the two losses.
-
-        `loss` reads the weights as they are at the call.
-        """
+        """Take one step and return the mean of the two losses. `loss` must read the current weights."""
         self._move(seed, self._epsilon)
         loss_plus = loss()
         self._move(seed, -2 * self._epsilon)

@@ -1,4 +1,4 @@
-"""The tables of the pages on estimators and on time to a loss, from finished cells."""
+"""Tables of estimators.md and learning.md in docs/results, from finished cells."""
 
 import math
 from collections import defaultdict
@@ -16,27 +16,27 @@ from permille_lab.measuring.tables import markdown
 BASELINE = "spsa 8 x 2"
 SAME, LORA = "the same values, AdamW", "LoRA, AdamW"
 SHARES = (0.5, 0.75, 0.9, 0.95)
-"""Of the fall along the gradient: losses that all are timed to."""
+"""Shares of the loss reduction by `STATE`. They define the target losses to which all methods are timed."""
 
 Points = list[dict[str, Any]]
 
 
 def label(settings: Settings) -> str:
-    """An estimator's name in tables: its kind, queries x rows."""
+    """Return an estimator's name in tables: its kind, queries and rows."""
     name = f"{settings['estimator']} {settings['queries']} x {settings['batch_rows']}"
     # Older cells have directions that were scaled by the Fisher score.
     return f"{name}, scaled" if settings.get("scaling") else name
 
 
 def loss_at(points: Points, axis: str, place: float) -> float:
-    """Return the loss at a number of passes or seconds, interpolated between the points around it."""
+    """Return the loss at a place on an axis such as `seconds`, interpolated linearly between points."""
     finite = [(point[axis], math.nan if point["loss"] is None else point["loss"]) for point in points]
     places, losses = zip(*finite, strict=True)
     return float(np.interp(place, places, losses))
 
 
 def estimator_tables(results: Path) -> dict[str, str]:
-    """Return the gain of each contender's loss over the baseline's, in the runs that both have."""
+    """Return the loss reduction of each contender compared with the baseline, over their common runs."""
     groups: dict[tuple[str, str, int], dict[str, Points]] = defaultdict(dict)
     for settings, result in Cells(results / "estimators.jsonl").of("estimators"):
         if "points" in result:
@@ -73,7 +73,7 @@ def estimator_tables(results: Path) -> dict[str, str]:
 
 
 def learning_tables(results: Path) -> dict[str, str]:
-    """Return tables of seconds to shares of the fall along the gradient, ends, memory, bytes and counts."""
+    """Return the tables of learning.md by their names in the template."""
     cells = Cells(results / "learning.jsonl").of("learning")
     groups: dict[tuple[str, str, int], dict[str, Result]] = defaultdict(dict)
     for settings, result in cells:
@@ -108,7 +108,7 @@ def learning_tables(results: Path) -> dict[str, str]:
 
 
 def _trained(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
-    """Sparse values and adapters of as many numbers, trained alike."""
+    """Return the table of sparse values and adapters of similar sizes."""
     rows = [
         {
             "text": text,
@@ -131,7 +131,7 @@ def _trained(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
 
 
 def _targets(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
-    """Return the targets of training along the gradient, over the texts and seeds that were measured."""
+    """Return the table that compares training along the gradient with its goals."""
     own = [(found[STATE], found) for found in groups.values() if STATE in found]
     gaps = [_lowest(state) - _lowest(found[SAME]) for state, found in own if SAME in found]
     falls = [_fall(state) / _fall(found[SAME]) for state, found in own if SAME in found]
@@ -158,7 +158,7 @@ def _targets(groups: dict[tuple[str, str, int], dict[str, Result]]) -> str:
 
 
 def _spread(values: list[float], form: str) -> str:
-    """Return mean and range as text; empty where nothing was measured."""
+    """Return mean, range and number of values as text, or empty text without values."""
     if not values:
         return ""
     mean, least, most = (format(f(values), form) for f in (np.mean, min, max))
@@ -166,7 +166,7 @@ def _spread(values: list[float], form: str) -> str:
 
 
 def _goals(state: Result | None, shares: tuple[float, ...] = SHARES) -> dict[float, float]:
-    """Return losses at shares of the fall along the gradient on the same text; none if it was not run."""
+    """Return the target loss for each share of the reduction by `STATE`. Empty if it was not run."""
     if state is None:
         return {}
     base = state["points"][0]["loss"]
@@ -191,7 +191,7 @@ def _reached(points: Points, loss: float) -> str:
 
 
 def _seconds(points: Points, loss: float) -> float:
-    """Return the seconds until a loss was reached, interpolated; infinite where it was not."""
+    """Return the seconds until a loss was reached, interpolated. Infinity if it was not reached."""
     for before, point in pairwise([points[0], *points]):
         if point["loss"] <= loss:
             share = (before["loss"] - loss) / max(1e-12, before["loss"] - point["loss"])

@@ -1,6 +1,6 @@
-"""One text of one person under one package, and the agent's training on it.
+"""One person's text with a package, and the agent's training on it.
 
-Every method is judged on the same rows, the select split of the text. Seconds are the processor's since
+Every method is judged by the same rows: the select split of the text. Seconds are processor seconds since
 training began, without evaluations.
 """
 
@@ -31,7 +31,7 @@ from permille_lab.people.user_texts import Document, User
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRun:
-    """A package in its engine, and a text divided."""
+    """A package, its engine, and the splits of a text."""
 
     package: Package
     engine: Engine
@@ -39,18 +39,18 @@ class TextRun:
     seed: int
 
     def loss(self) -> float:
-        """Return the loss of the select split under the package's own values."""
+        """Return the loss of the select split with the package's values."""
         return mean_loss(self.engine, self.package.values(), self.prepared.select)
 
     def train(self, options: TrainOptions, folder: Path) -> Result:
-        """Return the losses along a run with these options: points, and the seconds of the search."""
+        """Train with these options. Return the losses and times of the evaluations, and the search's time."""
         begin = time.perf_counter()
         self.loss()
         evaluation_s = time.perf_counter() - begin
         passes = self.engine.layer_passes
         wall, cpu = time.perf_counter(), time.process_time()
         found = personalise(self.package, self.engine, self.prepared, options, folder=folder)
-        # Convert to processor seconds, since others may use the machine meanwhile.
+        # Convert to processor seconds, which other load on the machine disturbs less.
         begun = found.curve[0].seconds
         pace = (time.process_time() - cpu) / (time.perf_counter() - wall)
         spent = [pace * (at.seconds - begun - number * evaluation_s) for number, at in enumerate(found.curve)]
@@ -62,7 +62,7 @@ class TextRun:
             "points": points,
             "search_s": round(pace * found.search_seconds, 1),
             "steps": found.steps,
-            "layer_passes": self.engine.layer_passes - passes,  # search and evaluations included
+            "layer_passes": self.engine.layer_passes - passes,  # with search and evaluations
         }
 
 
@@ -75,10 +75,10 @@ def text_run(
     threads: int,
     engine: str = AUTO,
 ) -> TextRun:
-    """Divide a text as the agent does. It is written to `folder` for that.
+    """Divide a text as the agent does. The agent reads it from a file in `folder`.
 
     Raises:
-        InputError: too little text.
+        InputError: there is too little text.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "text.jsonl"
@@ -96,20 +96,20 @@ def text_run(
 def person_run(
     package: Package, documents: Sequence[Document], folder: Path, *, seed: int, threads: int
 ) -> TextRun:
-    """Divide the text of a person who wrote too little for the agent, as in the study of people.
+    """Divide a text that is too short for the agent's three splits, as in the study of people.
 
     Raises:
-        InputError: too little text for that.
+        InputError: there is too little text.
     """
     study = Study(
         package=package,
         engine=open_engine(package, AUTO, threads=threads),
         tokenizer=package_tokenizer(package),
-        options=options_for(package, seed=0, steps=1),  # the seed is of steps, not of the division
+        options=options_for(package, seed=0, steps=1),  # one division for all seeds
         folder=folder,
     )
     person = study.person(User(name="", documents=tuple(documents)))
-    person = replace(person, select=[*person.select, *person.test])  # nothing is judged twice here
+    person = replace(person, select=[*person.select, *person.test])  # no test split is needed
     return TextRun(package=package, engine=study.engine, prepared=study.prepared(person), seed=seed)
 
 

@@ -1,11 +1,11 @@
-"""Tables of people's losses: a person's untouched text under the base, their own state, and others.
+"""Tables of docs/results/people.md: losses of people's held-out text under the base and trained states.
 
-    domain gain    = loss(base)   - loss(pooled)       what text of the same kind brings
-    personal gain  = loss(pooled) - loss(own)          what only the person's own text brings
+    domain gain    = loss(base)   - loss(pooled)       gain by text of the same kind
+    personal gain  = loss(pooled) - loss(own)          gain by the person's own text
 
-The pooled state learned as much text, of other people. People are the unit. Tests are Wilcoxon's signed-rank
-test on differences within a person, from means over the seeds. Holm's correction covers all tests that are
-reported together.
+The pooled state was trained on the same amount of text of other people. The unit is a person, with the mean
+over the seeds. Tests are Wilcoxon's signed-rank tests of differences within a person. Holm's correction
+covers all tests that are reported together.
 """
 
 from enum import StrEnum
@@ -19,7 +19,7 @@ from permille_lab.measuring.tables import markdown
 
 
 class State(StrEnum):
-    """The origin of the sparse values."""
+    """A state of the sparse values."""
 
     BASE = "base"
     OWN = "own"
@@ -28,10 +28,10 @@ class State(StrEnum):
 
 
 WORTH = 0.05
-"""Nats a token: whoever keeps the base though the own state is so much lower has kept it wrongly."""
+"""Nats per token. The table counts runs that kept the base although the own state was better by more."""
 
 FEWEST = 6
-"""People of a group that is tested: of five, Wilcoxon's test has no p below 0.05."""
+"""Least number of people of a tested group. With five people, Wilcoxon's p-value is never below 0.05."""
 
 COMPARISONS = (
     (State.OWN, State.BASE),
@@ -40,11 +40,11 @@ COMPARISONS = (
     (State.OWN, State.FORWARD),
     (State.OWN, State.POOLED),
 )
-"""Which state is compared to which; a gain is the second's loss less the first's."""
+"""Compared states. A gain is the loss of the second minus that of the first."""
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Return the tables by the names that the template has for them."""
+    """Return the tables by their names in the template."""
     cells = Cells(results / "people.jsonl")
     losses = losses_of(cells)
     gains = (_gain(group, test) for group, test in personal_tests(people_of(losses)))
@@ -52,7 +52,7 @@ def tables(results: Path) -> dict[str, str]:
 
 
 def losses_of(cells: Cells) -> pd.DataFrame:
-    """Return nats per token of the text that was put away, by `group`: runs in rows, states in columns."""
+    """Return the held-out losses in nats per token. Each run is a row, and each state a column."""
     rows = [
         {"group": settings["model"], "user": result["user"], "adopted": result["adopted"]}
         | {state: nats / result["tokens"] for state, nats in result["nats"].items()}
@@ -62,15 +62,15 @@ def losses_of(cells: Cells) -> pd.DataFrame:
 
 
 def people_of(losses: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean of each person's seeds."""
+    """Return each person's losses, averaged over the seeds."""
     states = [state.value for state in State]
     return losses.groupby(["group", "user"], sort=False)[states].mean().reset_index()
 
 
 def personal_tests(losses: pd.DataFrame) -> list[tuple[str, UserTest]]:
-    """Compare all groups of people, corrected together.
+    """Return the tests of all groups of people, with Holm's correction over all of them.
 
-    A group of fewer than `FEWEST` people has no test.
+    A group of fewer than `FEWEST` people is not tested.
     """
     found = []
     for group, people in losses.groupby("group", sort=False):
@@ -95,7 +95,7 @@ def _gain(group: str, test: UserTest) -> dict[str, str]:
 
 
 def _counts(cells: Cells, losses: pd.DataFrame) -> pd.DataFrame:
-    """Count runs of the agent: kept and adopted, ends above the base, and forward-only runs beside."""
+    """Return counts of the agent's runs: adopted, kept, and above the base, and the same of forward-only."""
     rows = []
     seconds = pd.DataFrame([result["seconds"] for _, result in cells.of("people")])
     for group, runs in losses.groupby("group", sort=False):

@@ -1,8 +1,8 @@
-"""One person's text, divided, and the state that the agent's training makes of such a text.
+"""The parts of one person's text, and the agent's training on them.
 
-Search, steps and the choice of the state are the agent's, with its defaults. Only the division differs. The
-agent refuses people with less than 4,800 tokens, and a study of people cannot. So test and select parts
-shrink with the text.
+The search, the steps and the choice of the state are those of the agent. Only the division of the text
+differs. The agent's three splits need at least 5,400 tokens, and it judges shorter text in parts. Here, the
+test and select parts shrink with the text, so that all people have the same three parts.
 
 # Legend: K masked weights.
 """
@@ -37,12 +37,17 @@ from permille_lab.people.user_texts import Document, User, own_words
 TEST_SHARE, MOST_TEST_TOKENS = 0.3, 4_000
 SELECT_SHARE, MOST_SELECT_TOKENS = 0.15, 1_000
 FEWEST_TOKENS = 30
-"""Of each part; who has fewer is no part of the study."""
+"""Least number of tokens in each part. People with fewer are left out of the study."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Person:
-    """A user's documents in tokens, each in one part; the words of those that do not train, or that judge."""
+    """A user's tokenized documents. Each is in one part.
+
+    Attributes:
+        held_out_words: texts of the documents in `select` and `test`.
+        test_words: texts of the documents in `test`.
+    """
 
     name: str
     train: list[TokenizedDocument]
@@ -54,7 +59,7 @@ class Person:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """The data that all runs of one model share; `folder` holds what is durable."""
+    """The inputs that all runs with one package share. Runs are stored in `folder`."""
 
     package: Package
     engine: Engine
@@ -63,10 +68,10 @@ class Study:
     folder: Path
 
     def person(self, user: User) -> Person:
-        """Divide a user's documents by the hash of their words and the seed.
+        """Divide a user's documents in the order of a hash of their text and the seed.
 
         Raises:
-            InputError: too little text.
+            InputError: there is too little text.
         """
         words = [own_words(row) for row in user.documents]
         order = sorted(range(len(words)), key=lambda index: self._position(words[index]))
@@ -93,11 +98,12 @@ class Study:
         )
 
     def pooled(self, person: Person, others: Sequence[User]) -> Person:
-        """Return as much text of other people to train on, in an order by hash.
+        """Return the person with train text of other people, of the same number of tokens.
 
-        Nothing in it stands in the person's test or select part, and nothing stands twice. Step size and
-        state are selected on the person's own select part, as for the own state. So the text that trains is
-        the only difference. A select part of strangers' few words would decide more than that text.
+        Documents are taken in the order of a hash. None is in the person's test or select part, and none
+        occurs twice. Step size and state are still selected by the person's own select part, so the train
+        text is the only difference. A small select part of other people could change the result more than
+        the train text does.
 
         Raises:
             InputError: the others wrote too little.
@@ -113,13 +119,14 @@ class Study:
     def train(
         self, person: Person, kind: str, start_K: NDArray[np.float32] | None = None
     ) -> tuple[NDArray[np.float32], Result]:
-        """Return the values that training chooses, float32 [K], and the notes about the run.
+        """Train, and return the selected values, float32 [K], with notes on the run.
 
-        A killed run continues where it was.
+        A killed run continues.
 
         Args:
-            start_K: train on from these values instead of the package's, with other directions and batches
-                than those of the run that made them.
+            kind: a name that separates runs of the same person.
+            start_K: values to start from, by default the package's. With them, the seed is another one than
+                in the run that made them.
         """
         options = self.options if start_K is None else replace(self.options, seed=self.options.seed + 1)
         prepared = self.prepared(person)
@@ -135,7 +142,7 @@ class Study:
         return found.values_K, {"step": found.step, "learning_rate": found.learning_rate}
 
     def prepared(self, person: Person) -> Prepared:
-        """The rows that train, and those that select the state."""
+        """Return the rows for training and for the selection of the state."""
         digest = hashlib.sha256()
         for document in (*person.train, *person.select):
             digest.update(document.ids_T.tobytes() + document.target_T.tobytes())
@@ -149,7 +156,7 @@ class Study:
         )
 
     def nats(self, person: Person, values_K: NDArray[np.float32]) -> tuple[float, int, int]:
-        """Return summed loss, tokens and bytes of the test part."""
+        """Return the summed loss in nats, the targets and the bytes of the test part."""
         rows = document_rows(person.test, self.options.row_tokens)
         found = document_losses(self.engine, values_K, rows, len(person.test))
         return float(found.nats_D.sum()), int(found.tokens_D.sum()), int(found.bytes_D.sum())
@@ -168,7 +175,7 @@ class Study:
         return found if found.targets else None
 
     def _filled(self, documents: Iterable[Document], wanted: int) -> list[TokenizedDocument]:
-        """Return documents in this order with as many targets as wanted. The last one is cut."""
+        """Return the first documents with `wanted` targets together. The last one may be cut."""
         found: list[TokenizedDocument] = []
         have = 0
         for row in documents:
@@ -182,12 +189,12 @@ class Study:
 
 
 def targets(documents: Iterable[TokenizedDocument]) -> int:
-    """Count the tokens that are targets."""
+    """Return the number of targets of documents."""
     return sum(document.targets for document in documents)
 
 
 def _cut(document: TokenizedDocument, most: int) -> TokenizedDocument:
-    """Return the beginning, of at most so many targets."""
+    """Return the beginning of a document, with at most `most` targets."""
     if document.targets <= most:
         return document
     end = int(np.flatnonzero(document.target_T)[most - 1]) + 1

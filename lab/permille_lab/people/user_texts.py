@@ -1,12 +1,12 @@
-"""People and what they wrote, from three public collections, one document a speech, tweet or turn.
+"""Reader of people's texts in three public collections. Each speech, tweet or turn is a document.
 
-    shakespeare     speakers of the plays, their speeches             users/shakespeare/...by_speaker.jsonl
-    lamp7           authors of tweets (LaMP-7), their profiles        users/lamp7_dev/lamp7_dev.jsonl
-    personachat     personas, their turns after the other's ones      users/personachat_valid/dialogues.jsonl
+    shakespeare     speakers of the plays and their speeches          users/shakespeare/...by_speaker.jsonl
+    lamp7           authors of tweets and their profiles (LaMP-7)     users/lamp7_dev/lamp7_dev.jsonl
+    personachat     personas and their turns in dialogues             users/personachat_valid/dialogues.jsonl
 
-A document is a row as the agent reads it: `text`, or `prompt` and `completion` where another person's words
-come first and are not learned. Personas are told apart by their sentences, which are no part of the text. A
-line that is no such person is kept as a `BadRow`. Lines end at a newline alone: tweets hold other separators.
+A document is a row as the agent reads it: `text`, or `prompt` and `completion`. The prompt is the turn of the
+other person and is not learned. A persona is identified by its description, which is not part of the text. A
+line that is no person becomes a `BadRow`. Only a newline ends a line, since tweets contain other separators.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ Document = Mapping[str, str]
 
 
 class Collection(StrEnum):
-    """The origin of people's texts."""
+    """A collection of people's texts."""
 
     SHAKESPEARE = "shakespeare"
     LAMP7 = "lamp7"
@@ -39,7 +39,7 @@ class User:
 
     Attributes:
         name: unique in the collection.
-        documents: rows with `text`, or with `prompt` and `completion`; none twice.
+        documents: rows with `text`, or with `prompt` and `completion`, without duplicates.
     """
 
     name: str
@@ -47,7 +47,7 @@ class User:
 
     @property
     def characters(self) -> int:
-        """The number of characters of the person's own words."""
+        """Number of characters of the person's own words."""
         return sum(len(own_words(document)) for document in self.documents)
 
 
@@ -60,18 +60,18 @@ class Users:
 
 
 def own_words(document: Document) -> str:
-    """Return the person's own words of a document."""
+    """Return the person's own words in a document."""
     return document["text"] if "text" in document else document["completion"]
 
 
 def read_users(data: Path, collection: Collection) -> Users:
-    """Read everybody of a collection.
+    """Read all people of a collection.
 
     Args:
-        data: holds `users/`.
+        data: folder with `users/`.
 
     Raises:
-        InputError: no such file, a line of more than 4 MiB, or nobody in it.
+        InputError: the file does not exist, has a line above 4 MiB, or has no people.
     """
     path = data / _FILES[collection]
     if not path.is_file():
@@ -96,9 +96,9 @@ def read_users(data: Path, collection: Collection) -> Users:
 
 
 def cohort(users: Sequence[User], *, least_characters: int) -> list[User]:
-    """Return the people who wrote enough, in an order that only their names decide.
+    """Return the people who wrote enough, in the order of a hash of their names.
 
-    So the first n of them are no choice of ours.
+    Thus nobody can choose who the first n people are.
     """
     eligible = [user for user in users if user.characters >= least_characters]
     return sorted(
@@ -135,7 +135,7 @@ def _persona(row: Any) -> tuple[str, list[Document]]:
 
 
 def _listed(value: Any) -> list[Any]:
-    # A string is iterable, too: letter by letter.
+    # Check the type, since a string is also iterable.
     if not isinstance(value, list):
         raise TypeError(f"expected a list, got {type(value).__name__}")
     return value

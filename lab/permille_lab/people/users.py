@@ -1,13 +1,14 @@
-"""Train the agent on the tweets of people, each on a fresh home: `make bench-people`.
+"""Train the agent on people's tweets, each person with a new home: `make bench-people`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.people.users --users 20 --seeds 0 1
 
-A part of each person's text is put away and judges everything. On the rest the agent trains as its command
-does (`run_training`, private) and decides whether to adopt. Two trainings stand beside it. One takes forward
-passes alone, for the same seconds of the processor and some more, its search included. The other follows the
-gradient on as many tokens of other people, in as many steps.
+A held-out part of each person's text judges all states. On the rest, the agent trains as its command does
+(`run_training`) and decides whether to adopt. Two other trainings are measured for comparison:
 
-A seed is also another division of the text. Seconds are processor time, with the evaluations of a run.
+- forward-only: forward passes only. With its search, it takes somewhat more processor time than the agent.
+- pooled: the gradient on text of other people, with the same numbers of tokens and steps.
+
+Each seed also divides the text differently. Seconds are processor time and include the evaluations of a run.
 """
 
 import json
@@ -43,13 +44,13 @@ from permille_lab.people.study import Study, targets
 from permille_lab.people.user_texts import Collection, User, cohort, own_words, read_users
 
 _LEAST_CHARACTERS = 4_000
-"""Who wrote less is not asked: below it a division of the text says nothing."""
+"""Least number of characters of a person. A held-out part of less text would be too small."""
 _GRADIENT_STEPS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRun:
-    """The agent's result on a text: the decision, the values that it judged, and the seconds."""
+    """The agent's result on a text: the decision, the judged values, and the processor seconds."""
 
     adopted: bool
     values_K: NDArray[np.float32]
@@ -57,7 +58,7 @@ class AgentRun:
 
 
 def open_study(sources: Sources, model: str, folder: Path, *, seed: int) -> Study:
-    """The model's package (made once), its engine, and the options of runs beside the agent's."""
+    """Return the study of a model: its package (made once), its engine, and the options of training."""
     package = model_package(sources, model, folder)
     options = TrainOptions(seed=seed, steps=_GRADIENT_STEPS)
     return Study(
@@ -70,10 +71,10 @@ def open_study(sources: Sources, model: str, folder: Path, *, seed: int) -> Stud
 
 
 def agent_run(study: Study, documents: Sequence[str], folder: Path) -> AgentRun:
-    """Run the agent's own command on a fresh home.
+    """Run the agent's training in a new home.
 
     Raises:
-        InputError: it came to no judgement.
+        InputError: the run ended without a decision.
     """
     home = open_home(folder / "home")
     install_package(home, study.package)
@@ -95,7 +96,7 @@ def agent_run(study: Study, documents: Sequence[str], folder: Path) -> AgentRun:
 
 
 def measured(study: Study, user: User, others: Sequence[User], forward_steps: int) -> Result:
-    """Measure four states of one person, each on the part that was put away."""
+    """Measure four states of one person on the held-out part."""
     person = study.person(user)
     own_text = [words for words in map(own_words, user.documents) if words not in person.test_words]
     whole = replace(person, train=[*person.train, *person.select])
@@ -135,12 +136,12 @@ def measured(study: Study, user: User, others: Sequence[User], forward_steps: in
 
 
 def main() -> None:
-    """Measure what is missing, one person after the other."""
+    """Measure the missing cells, one person after the other."""
     parser = settings_parser(__doc__, "people")
     parser.add_argument("--model", choices=DENSITIES, default="stories260K-hf")
     parser.add_argument("--users", type=int, default=20)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--forward-steps", type=int, default=20, help="of training by forward passes alone")
+    parser.add_argument("--forward-steps", type=int, default=20, help="steps of the forward-only training")
     options = parser.parse_args()
     sources, cells = sources_from_environment(), Cells(options.cells)
     people = cohort(read_users(sources.data, Collection.LAMP7).users, least_characters=_LEAST_CHARACTERS)

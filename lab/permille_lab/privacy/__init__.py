@@ -1,1 +1,1 @@
-"""Attacks on the published rounds of one device, with and without noise."""
+"""Attacks on the participation of one device in published rounds, with and without noise."""

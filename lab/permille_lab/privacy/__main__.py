@@ -1,15 +1,17 @@
-"""Measure how well an attacker tells if a device's text was in the rounds: `make bench-privacy`.
+"""Measure how well an attacker detects whether a device took part in rounds: `make bench-privacy`.
 
-The attacker reads the published sums. It also knows the very integers that the target would send in each
-round, which is worse than knowing its text. In half of the trials the target sent them, in the others zeros.
+The attacker reads the published sums. It also knows exactly which integers the target would send in each
+round, which is more than its text. In half of the trials, the target sent these integers. In the others, it
+sent zeros.
 
-There are two attackers. One knows all other devices, too: (epsilon, delta) is promised against this one. The
-other knows only the target and the part that all devices have in common. This is nearer to life, since the
-other devices hide the target. The attacker subtracts what it knows. It multiplies the rest with what the
-target would send, and adds that up over the rounds. No test of Gaussian noise does better.
+There are two attackers. One also knows the integers of all other devices. The promise (epsilon, delta) holds
+against this attacker. The other knows only the target and the direction that all devices have in common. This
+is more realistic, since other devices hide the target. Each attacker subtracts what it knows, takes the inner
+product with the target's integers, and sums over the rounds. No test is better against Gaussian noise.
 
-Devices are synthetic. The noise is drawn as the product draws it. A device sends a vector of 64 integers of
-the length of the clip. Half of it is common to all devices, as the prediction of the signal has it.
+Devices are synthetic, and the noise is drawn by the product's code. A device sends a vector of 64 integers.
+Its Euclidean norm is the clip. Each vector has a part that is common to all devices (`MEAN_NORM`), as in the
+product's prediction of the signal.
 """
 
 import math
@@ -32,7 +34,7 @@ _DELTA_EXPONENT = 6
 
 
 def measure(dp_epsilon: float | None, devices: int, *, knows_others: bool, trials: int) -> Result:
-    """Return the attacker's AUC, and the largest AUC that the promise allows."""
+    """Return the attacker's AUC, its standard error, and the largest AUC that the noise allows."""
     rng = np.random.default_rng([devices, int(knows_others), int(10 * (dp_epsilon or 0))])
     noise = 0 if dp_epsilon is None else noise_for(dp_epsilon, 10.0**-_DELTA_EXPONENT, ROUNDS)
     scores: dict[bool, list[float]] = {True: [], False: []}
@@ -57,7 +59,7 @@ def measure(dp_epsilon: float | None, devices: int, *, knows_others: bool, trial
 
 
 def _vectors(rng: np.random.Generator, devices: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return the direction common to all devices, and their integers [devices, V], the target's first."""
+    """Return the common direction [V] and the integers of all devices [D, V]. The target is the first one."""
     common_V = rng.standard_normal(INTEGERS)
     common_V /= np.linalg.norm(common_V)
     own_DV = rng.standard_normal((devices, INTEGERS))
@@ -78,14 +80,14 @@ def _noise(hundredths: int, rng: np.random.Generator) -> NDArray[np.int64]:
 
 
 def _auc(present: NDArray[np.float64], absent: NDArray[np.float64]) -> float:
-    """The share of pairs that the score puts in the right order; equal ones count half."""
+    """Return the share of pairs that the score puts in the right order. Equal scores count half."""
     order = np.sort(absent)
     below = np.searchsorted(order, present, side="left") + np.searchsorted(order, present, side="right")
     return float(below.sum()) / (2 * len(present) * len(absent))
 
 
 def main() -> None:
-    """Measure what is missing: some minutes."""
+    """Measure the missing cells. All cells take some minutes."""
     parser = settings_parser(__doc__, "privacy")
     parser.add_argument("--trials", type=int, default=300)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The table of the page on privacy, from finished cells."""
+"""Table of docs/results/privacy.md, from finished cells."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from permille_lab.measuring.tables import markdown
 
 
 def tables(results: Path) -> dict[str, str]:
-    """The attacker's AUC by what it knows and what devices were promised."""
+    """Return the attacker's AUC by its knowledge and by the promised epsilon."""
     rows = []
     for settings, result in Cells(results / "privacy.jsonl").of("attack"):
         knows = "all other devices" if settings["knows_others"] else f"none of {settings['devices']} devices"

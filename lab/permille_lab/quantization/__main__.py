@@ -1,14 +1,14 @@
-"""Measure the bytes, loss and time of each form of a model: `make bench-quantizers`.
+"""Measure the bytes, loss and time of a model in each base: `make bench-quantizers`.
 
     PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.quantization
 
     perplexity = exp(loss)        bits per byte = loss / ln 2 * tokens / bytes
 
-`loss` is the mean over all predictions in nats per token. Tokens and bytes are those of the whole text, so
-that models with other vocabularies can be compared. auto-round calibrates on windows of C4, or of TinyStories
-for a model that knows only them. The measured windows begin after all that calibration could have
-drawn. Bytes of packages and their speed are measured side by side (`speed`). A finished cell is not made
-again.
+`loss` is the mean over all predictions, in nats per token. Tokens and bytes are those of the whole text, so
+that models with different vocabularies can be compared. auto-round calibrates on windows of C4, or of
+TinyStories for the model that was trained on these. If the same text is also measured, its measured windows
+begin after the calibration text. `speed` measures the bytes and the speed of packages. Finished cells are not
+measured again.
 """
 
 import json
@@ -36,9 +36,9 @@ from permille_lab.quantization import speed
 
 FIGURE = "quantizers"
 SEQUENCES, LENGTH = 64, 128
-"""Of calibration."""
+"""Number and length of the calibration sequences."""
 WINDOW = 256
-"""Tokens of each held-out window."""
+"""Number of tokens of a held-out window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +64,11 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldOut:
-    """Windows of a text for one tokenizer.
+    """Windows of a held-out text for one tokenizer.
 
     Attributes:
-        windows_NT: token ids.
-        tokens_per_byte: of the whole text.
+        windows_NT: token ids of the windows.
+        tokens_per_byte: tokens per byte of the whole text.
     """
 
     windows_NT: NDArray[np.int64]
@@ -76,7 +76,7 @@ class HeldOut:
 
 
 def texts(data: Path, name: str) -> Iterator[str]:
-    """Return a public text, document by document. WikiText-2's test part is one document."""
+    """Yield the documents of a public text. WikiText-2's test part is one document."""
     files = {
         "wikitext-2": "text/wikitext-2/wiki.test.raw",
         "tinystories": "text/tinystories_2MiB/tinystories_sample.txt",
@@ -108,15 +108,15 @@ def measure(
     *,
     iterations: int = ITERATIONS,
 ) -> Result:
-    """Bytes of a model's linear weights under a base, and the loss of each window of each text.
+    """Return the bytes of a model's linears in a base, and the loss of each window of each text.
 
     Args:
-        calibration_NT: token ids for the bases that need text.
-        held_out: by name.
-        iterations: steps of auto-round.
+        calibration_NT: token ids for the bases that need calibration text.
+        held_out: held-out texts by name.
+        iterations: number of auto-round's steps for each decoder layer.
 
     Raises:
-        InputError: as `storage.calibrated`, or a loss that is not finite.
+        InputError: `storage.calibrated` refuses, or a loss is not finite.
     """
     decoded = (
         storage.calibrated(folder, base, calibration_NT, iterations=iterations)
@@ -142,7 +142,7 @@ def measure(
 
 
 def measured(sources: Sources, case: Case, base: Base) -> Result:
-    """Measure one base of one model on all texts of its case."""
+    """Measure one base of a case's model on all its texts."""
     folder = sources.models / case.model
     tokenizer = FileTokenizer(folder)
     begun = time.process_time()
@@ -164,7 +164,7 @@ def measured(sources: Sources, case: Case, base: Base) -> Result:
 
 
 def settings_of(case: Case, base: Base) -> Settings:
-    """Return the settings that name a cell."""
+    """Return the settings that identify a cell."""
     return {
         "model": case.model,
         "base": base.value,
@@ -175,7 +175,7 @@ def settings_of(case: Case, base: Base) -> Settings:
 
 
 def main() -> None:
-    """Measure what is missing."""
+    """Measure the missing cells."""
     parser = settings_parser(__doc__, FIGURE)
     parser.add_argument("--models", nargs="+", default=[case.model for case in CASES])
     parser.add_argument("--bases", nargs="+", type=Base, default=list(Base))

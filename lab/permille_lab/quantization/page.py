@@ -1,6 +1,6 @@
-"""The tables of the quantizers' page, from finished cells.
+"""Tables of docs/results/quantizers.md, from finished cells.
 
-Differences to the 16-bit model are paired by window, so that the text's own difficulty cancels.
+Differences from the 16-bit model are paired by window, so that the difficulty of the text cancels.
 """
 
 import math
@@ -15,7 +15,7 @@ from permille_lab.measuring.cells import Cells, Result
 from permille_lab.measuring.tables import markdown
 
 Found = Mapping[tuple[str, str], Result]
-"""By model and base."""
+"""Results by model and base."""
 
 _FORMS: Mapping[str, str] = {
     Base.FLOAT32: "float32",
@@ -28,7 +28,7 @@ _FORMS: Mapping[str, str] = {
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Return the tables by the names that the template has for them."""
+    """Return the tables by their names in the template."""
     cells = Cells(results / "quantizers.jsonl")
     found = {(settings["model"], settings["base"]): result for settings, result in cells.of("quantizers")}
     return {"schemes": _side_by_side(cells, found), "bases": _losses(found)}

@@ -1,8 +1,9 @@
-"""Packages of one model in every scheme: their bytes, a step along the gradient, and a token, on one thread.
+"""Compare packages of a model in every scheme: bytes, and the times of a gradient and of a token.
 
-All contenders run in interleaved rounds of one process; seconds are the processor's. `float32` is the
-reference engine, which computes with the NF4 package's decoded weights; its bytes are those of linears in
-float32. int4 that auto-round calibrates is int4 in groups of 128, whatever its codes are.
+All contenders run in interleaved rounds of one process with one thread. Times are processor seconds.
+`float32` is the reference engine with the decoded weights of the NF4 package. Its bytes are computed as if
+the linears were stored in float32. For int4 by auto-round, int4 in groups of 128 is measured, since the
+values of codes do not change bytes and time.
 """
 
 import statistics
@@ -28,7 +29,7 @@ from permille_lab.measuring.reference_engine import ReferenceEngine
 
 FIGURE = "speed"
 SEQUENCES, TOKENS = 8, 64
-"""Of a step."""
+"""Sequences of a batch, and tokens of a sequence."""
 ROUNDS = 7
 _PACKAGES = {
     Base.INT8: (Scheme.INT8, None),
@@ -39,7 +40,7 @@ _PACKAGES = {
 
 
 def measure(sources: Sources, model: str, folder: Path) -> Result:
-    """All schemes of one model, side by side."""
+    """Measure all schemes of one model."""
     before = machine()
     torch.set_num_threads(1)
     packages = {

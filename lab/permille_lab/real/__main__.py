@@ -1,29 +1,30 @@
-"""Measure what personal models of SmolLM2-135M-Instruct gain, and what they cost: `make bench-real`.
+"""Measure the gains and costs of personal models of SmolLM2-135M-Instruct: `make bench-real`.
 
     PERMILLE_DATA=DIR python -m permille_lab.real --people 10 --seeds 0
 
-Each person's text is divided: a third judges, the rest trains. For ten people (tweets, LaMP-7) and the
-gardener of the examples it measures the loss of held-out text and the rise of general text of
+People are ten authors of tweets (LaMP-7) and the gardener of the examples. 30 % of a person's text is held
+out. The rest trains and selects the state. The figure `people` measures the loss of the held-out text and the
+rise of the loss of general text, for these states:
 
     base       the package
-    own        the agent's steps on the person's text, at the strength that it chooses
-    other      the same state of the next person
-    pooled     the same steps on as many tokens of other people
-    prompt     the base with the person's text before the document, as much as fits in 1,024 tokens
-    control    the base with the next person's text before the document
-    both       the prompt of own text, with the own state
-    lora       peft's LoRA (rank 8, AdamW at 0.001) on the same base in float32, as many steps
+    own        the agent's training on the person's text, at the strength that the agent chooses
+    other      the own state of the next person
+    pooled     the same training on as many tokens of other people
+    prompt     the base, with the person's train text before the document, as much as fits in 1,024 tokens
+    control    the base, with the next person's train text before the document
+    both       the prompt together with the own state
+    lora       peft's LoRA (rank 8, AdamW at 0.001) of the same base in float32, with as many steps
 
-Other figures:
+The other figures are:
 
-    memory     what a training takes beside the package, own and lora
-    tasks      accuracy of multiple choice, without an example, before and after
-    decode     tokens a second, beside llama.cpp on the GGUF file where llama-cpp-python is installed
-    shapes     a step of one row at the shapes of larger models
-    learn      the turns of a conversation that count: user, assistant or all, on dialogues of PersonaChat
-    frontier   the sparse values beside adapters, along the gradient and by zeroth order, at three strengths
+    memory     the memory of a training above the package, for own and lora
+    tasks      accuracy of multiple choice without examples, for the base and a trained state
+    decode     tokens per second, and those of llama.cpp on the GGUF file, if llama-cpp-python is installed
+    shapes     a step of one row in the shapes of larger models
+    learn      training on the user's, the assistant's or all turns of PersonaChat's dialogues
+    frontier   sparse values and adapters, by gradient and by zeroth order, at three strengths
 
-Finished cells are kept: a run that was stopped goes on.
+A stopped run continues with the first unfinished cell.
 """
 
 import importlib.util
@@ -102,14 +103,14 @@ _TRAINABLES: dict[Trainable, float | ChosenAdapter] = {
 
 
 class Bench:
-    """The subject, the people in their order, and the general text: all that a cell needs."""
+    """Inputs of every cell: the subject, the people in their order, and the general text."""
 
     def __init__(self, subject: Subject, people: Sequence[User], general: Sequence[Batch]) -> None:
         self.subject, self.people, self.general = subject, people, general
         self.engine, self.package = subject.study.engine, subject.study.package
 
     def state(self, person: Person) -> tuple[NDArray[np.float32], float]:
-        """The trained values at full strength, and the seconds of the processor; made once."""
+        """Return the trained values at full strength, and the processor seconds. Both are cached."""
         options = self.subject.study.options
         name = (
             f"{person.name}-{options.estimator}-{options.steps}-{options.seed}-{self.package.digest[-8:]}.npz"
@@ -123,7 +124,7 @@ class Bench:
         return found["values_K"], float(found["seconds"])
 
     def kept(self, values_K: NDArray[np.float32]) -> tuple[NDArray[np.float32], int]:
-        """The values at the strength that the agent chooses, and that strength in eighths."""
+        """Return the values at the strength that the agent chooses, and this strength in eighths."""
         eighths = self.subject.strength(values_K).eighths
         return self.subject.at(values_K, eighths), eighths
 
@@ -134,7 +135,7 @@ class Bench:
         return general_of(self.engine, values_K, self.general)
 
     def measured(self, user: User, next_user: User) -> Result:
-        """All states of one person on the text that was put away."""
+        """Measure all states of one person on the held-out text."""
         study = self.subject.study
         person = study.person(user)
         base_K = self.package.values()
@@ -163,17 +164,20 @@ class Bench:
         }
 
     def control(self, user: User, next_user: User) -> Result:
-        """Measure the base after another person's text: the share of a prompt's gain that is only form."""
+        """Measure the base after another person's text.
+
+        Its gain is the part of a prompt's gain that comes from the form of the text, not from the person.
+        """
         study = self.subject.study
         shown = study.person(next_user).train
         prompted = [_after(shown, document) for document in study.person(user).test]
         return {"user": user.name, "nats": self.nats(self.package.values(), prompted)}
 
     def memory(self, user: User) -> Result:
-        """Sample the memory that no file backs while a state is trained, and while peft's LoRA is."""
+        """Measure the anonymous memory of the agent's training and of peft's LoRA."""
         person = self.subject.study.person(user)
         before = resident()["RssAnon"]
-        # In a folder of its own: a run that is finished would not be made again.
+        # Use a new folder, because a finished run would not be repeated.
         with tempfile.TemporaryDirectory() as folder, AnonymousPeak() as own:
             replace(self.subject.study, folder=Path(folder)).train(person, "memory")
         with AnonymousPeak() as lora:
@@ -181,7 +185,7 @@ class Bench:
         return {"own_bytes": own.bytes - before, "lora_bytes": lora.bytes - before}
 
     def frontier(self, user: User) -> Result:
-        """Held-out and general loss of one training at several strengths."""
+        """Return the held-out and the general loss of one trained state at several strengths."""
         person = self.subject.study.person(user)
         trained_K, seconds = self.state(person)
         base_K = self.package.values()
@@ -192,7 +196,7 @@ class Bench:
         return {"points": points, "k": self.package.k, "seconds": round(seconds, 1)}
 
     def task(self, task: Task, path: Path, user: User | None) -> Result:
-        """Mark each item as right or wrong, for the base or for a person's state at its strength."""
+        """Return the right items of a task, for the base or for a person's state at its strength."""
         values_K = self.package.values()
         if user is not None:
             values_K, _ = self.kept(self.state(self.subject.study.person(user))[0])
@@ -204,7 +208,7 @@ class Bench:
         return {"correct": [int(right) for right in scored.correct_N], "loss": scored.loss}
 
     def decode(self, gguf: Path, threads: int) -> Result:
-        """Tokens a second, medians of interleaved rounds; each reads its own file."""
+        """Return the tokens per second of the package and of llama.cpp, as medians of interleaved rounds."""
         engine = open_engine(self.package, LIGHT, threads=threads)
         contenders = {"permille": partial(token_seconds, engine, self.package, time.perf_counter)}
         if importlib.util.find_spec("llama_cpp"):
@@ -249,7 +253,7 @@ class Bench:
 
 
 class _Dense:
-    """A model of transformers where an engine's losses are asked for; it has no sparse values."""
+    """A model of transformers with the method `token_losses` of an engine. It has no sparse values."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -265,7 +269,7 @@ class _Dense:
 
 
 def _after(shown: Sequence[TokenizedDocument], document: TokenizedDocument) -> TokenizedDocument:
-    """The document after as much of a person's other text as fits; its own tokens alone are counted."""
+    """Return the document after as much of the shown text as fits. Only the document's tokens are targets."""
     room = LONGEST - len(document.ids_T)
     ids_T = np.concatenate([other.ids_T for other in shown])[: max(room, 0)]
     none_T = np.zeros(len(ids_T), np.bool_)
@@ -278,12 +282,12 @@ def _after(shown: Sequence[TokenizedDocument], document: TokenizedDocument) -> T
 
 
 def main() -> None:
-    """Measure what is missing: people first, then tasks, then the frontier."""
+    """Measure the missing cells."""
     parser = settings_parser(__doc__, "real")
     parser.add_argument("--gguf", type=Path, default=SMOLLM2_FILE, help="the model")
     parser.add_argument("--notes", type=Path, default=Path("examples/gardener/notes.txt"))
-    parser.add_argument("--people", type=int, default=_COHORT, help="authors of tweets, beside the gardener")
-    parser.add_argument("--frontier-people", type=int, default=_COHORT + 1, help="of all, in the frontier")
+    parser.add_argument("--people", type=int, default=_COHORT, help="number of authors of tweets")
+    parser.add_argument("--frontier-people", type=int, default=_COHORT + 1, help="people in the frontier")
     parser.add_argument("--trainables", nargs="+", choices=list(Trainable), default=list(Trainable))
     parser.add_argument("--frontier-methods", nargs="+", choices=_METHODS, default=list(_METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -304,7 +308,7 @@ def main() -> None:
     for seed in options.seeds:
         along = TrainOptions(seed=seed, steps=STEPS)
         main_bench = bench(Trainable.SPARSE, along)
-        if "memory" in options.figures:  # first: memory that was freed would be used again unseen
+        if "memory" in options.figures:  # first, since reused memory of earlier work would not be counted
             cells.once("memory", {"user": people[0].name}, partial(main_bench.memory, people[0]))
         if "people" in options.figures:
             for user, next_user in zip(people, [*ring[1:], ring[0]], strict=False):

@@ -1,10 +1,10 @@
-"""Compare the turns of a conversation that a chat model may learn: `learn` of `make bench-real`.
+"""Compare training on different turns of a conversation: the figure `learn` of `make bench-real`.
 
     documents = dialogues(data, Path("build/bench/real"), LEARNED + SELECTED + JUDGED)
     result = measure(subject, documents, Learn.USER, general)
 
-A dialogue of PersonaChat is a conversation: its persona answers as the assistant. Each choice of `--learn`
-trains on the same dialogues, by the same steps. The held-out turns of both sides judge each.
+In a dialogue of PersonaChat, the persona takes the role of the assistant. Each choice of `--learn` trains on
+the same dialogues, with the same number of steps. Each is judged by held-out turns of both sides.
 """
 
 import json
@@ -25,7 +25,7 @@ _SIDES = (Learn.USER, Learn.ASSISTANT)
 
 
 def dialogues(data: Path, folder: Path, count: int) -> list[Document]:
-    """Return so many dialogues, one a persona, in an order that only their words decide."""
+    """Return `count` dialogues, one for each persona, in the order of a hash of the persona."""
     users = read_users(data, Collection.PERSONACHAT).users
     people = cohort(users, least_characters=_LEAST_CHARACTERS)[:count]
     folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def dialogues(data: Path, folder: Path, count: int) -> list[Document]:
 def measure(
     subject: Subject, documents: Sequence[Document], learn: Learn, general: Sequence[Batch]
 ) -> Result:
-    """Train on the turns that `learn` names; returns the losses of both sides before and after."""
+    """Train on the turns of `learn`. Return the losses of both sides before and after."""
     study = replace(subject.study, options=replace(subject.study.options, learn=learn))
     row_tokens = study.options.row_tokens
     found: dict[Learn, list[TokenizedDocument]] = {}

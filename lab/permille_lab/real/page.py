@@ -1,4 +1,4 @@
-"""Tables of `docs/results/real-model.md`: what personal models of SmolLM2 gain, and what they cost."""
+"""Tables of real-model.md and zeroth-order.md in docs/results, from finished cells."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -9,11 +9,11 @@ from permille_lab.measuring.cells import Cells, Settings
 from permille_lab.measuring.tables import markdown
 
 STRENGTHS = (8, 4, 2)
-"""Eighths of a state that the frontier measures."""
+"""Strengths of a state in the frontier, in eighths."""
 
 
 class State(StrEnum):
-    """A contender: a state, and the text that the prompt shows it."""
+    """A contender: a state, and the text in the prompt."""
 
     BASE = "base"
     OWN = "own state"
@@ -35,7 +35,7 @@ class Trainable(StrEnum):
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Return the tables by the names that the template has for them."""
+    """Return the tables of real-model.md by their names in the template."""
     cells = Cells(results / "real.jsonl")
     controls = {result["user"]: result["nats"] for _, result in cells.of("control")}
     people = pd.DataFrame(
@@ -59,7 +59,7 @@ def tables(results: Path) -> dict[str, str]:
 
 
 def zeroth_order_tables(results: Path) -> dict[str, str]:
-    """Return the table of `docs/results/zeroth-order.md`."""
+    """Return the table of zeroth-order.md by its name in the template."""
     rows = [
         {
             "values": " of ".join([f"{result['k']:,}", *filter(None, [settings.get("adapter")])]),
@@ -79,7 +79,7 @@ def zeroth_order_tables(results: Path) -> dict[str, str]:
 
 
 def _changes(settings: Settings) -> list[str]:
-    """Return the settings of a zeroth order that the first comparison lacks."""
+    """Return the settings of a contender that differ from the first comparison, as text."""
     directions, momentum = settings.get("directions"), settings.get("momentum")
     found = [] if directions is None else [f"{' then '.join(map(str, directions))} directions"]
     found += [] if momentum is None else [f"momentum {momentum:g}"]
@@ -134,13 +134,16 @@ def _tasks(cells: Cells) -> pd.DataFrame:
 
 
 def _frontier(cells: Cells) -> pd.DataFrame:
-    """The mean losses over people, held-out and general, as they are: packages begin at different ones."""
+    """Return the mean held-out and general losses over people.
+
+    The table has losses and not gains, because packages have different losses before training.
+    """
     rows = [
         {"trainable": settings["trainable"], "method": settings["method"], "user": settings["user"], **result}
         for settings, result in cells.of("frontier")
     ]
     table = pd.DataFrame(rows, columns=["trainable", "method", "user", "points", "k", "seconds"])
-    # People whom all contenders of a method have: other people have other losses.
+    # Keep people that all contenders of a method have, since losses differ between people.
     contenders = table.groupby("method")["trainable"].transform("nunique")
     table = table[table.groupby(["method", "user"])["trainable"].transform("nunique") == contenders]
     out = []

@@ -1,9 +1,12 @@
-"""SmolLM2-135M-Instruct, the people whose text trains it, and public text that judges what it still knows.
+"""Packages of SmolLM2-135M-Instruct, the gardener's text, and general text.
 
-    subject = open_subject(sources, Path("model.gguf"), Path("build/bench"), trained=0.001, seed=0)
-    general = general_batches(subject.tokenizer, sources.data)
+    subject = open_subject(
+        sources, Path("model.gguf"), Path("build/bench"), trained=0.001, options=TrainOptions(seed=0)
+    )
+    general = general_batches(subject.folder, sources.data)
 
-Packages are made as a build makes them: Fisher scores of C4, NF4 linears, 8-bit embedding, and a reference.
+Packages are made as a build makes them: a mask by Fisher scores on C4, NF4 linears, an 8-bit embedding, and a
+reference. The general text shows how much general knowledge a personal model has lost.
 """
 
 import json
@@ -38,20 +41,21 @@ from permille_lab.people.study import Study
 from permille_lab.people.user_texts import User
 
 LEAST_CHARACTERS = 4_000
-"""Of a person's text."""
+"""Least number of characters of a person's text."""
 LONGEST = 1024
-"""Tokens of a scored row, a prompt included."""
+"""Largest number of tokens of a scored row, with its prompt."""
 _GENERAL_TOKENS, _GENERAL_ROW = 2560, 256
 _REFERENCE_SEED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A package in training, with its reference.
+    """A package and what its training needs.
 
     Attributes:
-        study: divides a person's text, and trains on it.
-        folder: the transformers folder that the package was made of.
+        study: divides people's text and trains on it.
+        reference: general text in the package, by which the strength of a state is chosen.
+        folder: the transformers folder from which the package was made.
     """
 
     study: Study
@@ -59,7 +63,7 @@ class Subject:
     folder: Path
 
     def strength(self, values_K: NDArray[np.float32]) -> Strength:
-        """Choose how much of a state is kept, as the agent does with its default bound."""
+        """Return the strength of a state, as the agent chooses it with its default bound."""
         base = self.reference.loss(self.study.engine, self.study.package.values())
 
         def rise_of(eighths: int) -> float:
@@ -68,7 +72,7 @@ class Subject:
         return choose_strength(rise_of, KEEP_GENERAL)
 
     def at(self, values_K: NDArray[np.float32], eighths: int) -> NDArray[np.float32]:
-        """Return the sparse values at a strength; 0 eighths are the base."""
+        """Return the sparse values at a strength in eighths. At 0 they are those of the base."""
         base_K = self.study.package.values()
         return np.asarray(base_K + np.float32(eighths / EIGHTHS) * (values_K - base_K), np.float32)
 
@@ -76,10 +80,11 @@ class Subject:
 def open_subject(
     sources: Sources, gguf: Path, folder: Path, *, trained: float | ChosenAdapter, options: TrainOptions
 ) -> Subject:
-    """Open the package of a GGUF file, which is made once in `folder`.
+    """Open the package of a GGUF file. It is made once in `folder` and then reused.
 
     Args:
-        trained: share of the weights that the mask holds, or an adapter.
+        trained: density of the mask, or an adapter.
+        options: options of the training.
     """
     model = model_folder(gguf, folder)
     bare = model_package(
@@ -91,7 +96,7 @@ def open_subject(
     )
     package = _with_reference(bare, model, sources.data)
     reference = Reference.of(package)
-    assert reference is not None  # `_with_reference` made one
+    assert reference is not None  # `_with_reference` adds one
     study = Study(
         package=package,
         engine=open_engine(package, threads=1),
@@ -103,13 +108,13 @@ def open_subject(
 
 
 def gardener(notes: Path) -> User:
-    """Return the gardener of the examples: a paragraph is a document."""
+    """Return the gardener of the examples. Each paragraph of the notes is a document."""
     paragraphs = [text for text in notes.read_text().split("\n\n") if text.strip()]
     return User(name="gardener", documents=tuple({"text": text} for text in paragraphs))
 
 
 def general_batches(model: Path, data: Path) -> list[Batch]:
-    """Return public text that no training saw: WikiText-2 and the end of a C4 sample, 2,560 tokens each."""
+    """Return public text that no training uses: 2,560 tokens each of WikiText-2 and of the end of C4."""
     tokenizer = FileTokenizer(model)
     wiki = (data / "text/wikitext-2/wiki.test.raw").read_text()[: 8 * _GENERAL_TOKENS]
     with (data / "text/c4_en/c4_sample.jsonl").open() as file:
@@ -129,13 +134,13 @@ def general_batches(model: Path, data: Path) -> list[Batch]:
 
 
 def nats_of(engine: Engine, values_K: NDArray[np.float32], documents: Sequence[TokenizedDocument]) -> float:
-    """Return the mean loss of the documents' targets, nats per token."""
+    """Return the mean loss of the documents' targets, in nats per token."""
     found = document_losses(engine, values_K, document_rows(documents, LONGEST), len(documents))
     return float(found.nats_D.sum() / found.tokens_D.sum())
 
 
 def general_of(engine: Engine, values_K: NDArray[np.float32], general: Sequence[Batch]) -> float:
-    """Return the mean loss of the general text, nats per token."""
+    """Return the mean loss of the general text, in nats per token."""
     return float(np.mean([engine.token_losses(values_K, batch).mean(dtype=np.float64) for batch in general]))
 
 

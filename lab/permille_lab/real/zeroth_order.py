@@ -1,14 +1,14 @@
-"""Compare zeroth orders on SmolLM2 at equal layer passes: one line a cell, and a stopped run goes on.
+"""Compare zeroth-order methods on SmolLM2 at equal numbers of layer passes. A stopped run continues.
 
     PERMILLE_DATA=DIR python -m permille_lab.real.zeroth_order --row-passes 160 --density 1e-5 --adapter
 
-Every cell takes steps on one person's text until the engine has done as many layer passes as the budget
-allows. It tells the loss on held-out text and on general text before and after. First every number of
-values and every adapter meets every kind of step, on the gardener's notes. Then one choice changes at a
-time: the directions of a step, a schedule of them, momentum, the person. A step's length is `norm`: where it
-starts is the agent's own rule.
+Every cell takes steps on one person's text until the engine has used the budget of layer passes. Its result
+is the loss on held-out text before and after, and the rise of the loss on general text. The first cells
+combine every density and adapter with every kind of step, on the gardener's notes. The other cells change one
+setting at a time: the number of directions, a schedule of such numbers, momentum, or the person. `norm` is
+the length of a step, as defined by the agent's search.
 
-All of it replays: a schedule is a log after another, momentum is a weight of each coefficient.
+All runs can be replayed: a schedule is a sequence of logs, and momentum is a weight of each coefficient.
 
 # Legend: K masked weights, Q directions, T steps.
 """
@@ -55,24 +55,26 @@ KINDS = {
 ADAPTERS = {
     f"lora-fa-{rank}": ChosenAdapter(kind=AdapterKind.LORA_FA, rank=rank, alpha=16) for rank in (1, 4)
 }
-"""They train the second matrix, B, alone."""
+"""Adapters that train only the matrix B."""
 _ROWS = 2
 _EPSILON_NORM = 0.5
 _SHARES = 20
-"""Bits of the weight that momentum gives to a coefficient."""
+"""Number of fractional bits of the momentum's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One zeroth order.
+    """One zeroth-order method.
 
     Attributes:
-        density: share of the weights that is trained; None of an adapter.
-        normalised: the rate alone says how long a step is; else the losses' differences do, too, and the rate
-            fits the first of them.
-        norm: length of a step by the rule of the agent's search.
-        directions: forward passes of a step. Several numbers share the budget, one after the other.
-        momentum: what is left of a step's velocity in the next one.
+        density: density of the mask, None for an adapter.
+        normalised: if True, only the learning rate decides the length of a step. If False, the projected
+            gradients also change it, and the rate is scaled by those of the first step.
+        first_layer: first decoder layer with trained weights.
+        norm: length of a step, as defined by the agent's search.
+        directions: number of forward passes of a step. Several numbers are a schedule: each has an equal
+            part of the budget.
+        momentum: share of the velocity that remains in the next step.
     """
 
     density: float | None
@@ -87,14 +89,17 @@ class Contender:
     person: str = GARDENER
 
     def settings(self) -> dict[str, Any]:
-        """Name the cell. Earlier cells do not name what there was no choice of."""
+        """Return the settings that identify the cell.
+
+        Later settings are left out at their defaults, since older cells do not have them.
+        """
         added = {"adapter", "directions", "momentum", "person"}
         same = {field.name for field in fields(self) if getattr(self, field.name) == field.default}
         return {name: value for name, value in asdict(self).items() if name not in added & same}
 
 
 def measure(run: TextRun, contender: Contender, row_passes: int, general: Sequence[Batch] = ()) -> Result:
-    """Take steps until the layer passes of so many rows are used up; returns losses, steps and seconds."""
+    """Take steps until the layer passes of `row_passes` rows are used. Return losses, steps and seconds."""
     layers, engine = int(run.package.config["num_hidden_layers"]), run.engine
     base_K = run.package.values()
     logs: list[_Log] = []
@@ -127,7 +132,7 @@ def measure(run: TextRun, contender: Contender, row_passes: int, general: Sequen
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Log:
-    """A log's end: the values of its state, the number of the next step, and the weights that move."""
+    """The end of a log: the values of its state, the number of the next step, and the moving weights."""
 
     values_K: NDArray[np.float32]
     end: int
@@ -135,7 +140,7 @@ class _Log:
 
 
 def _log(run: TextRun, contender: Contender, descent: Descent, first: int, last_pass: float) -> _Log:
-    """Take steps from number `first` on, up to a number of layer passes of the engine."""
+    """Take steps from number `first`, until the engine has done `last_pass` layer passes in all."""
     batches = TrainingBatches(run.prepared.train, batch_rows=_ROWS, seed=contender.seed)
     rows, s_K, step = list[tuple[int, ...]](), np.zeros(run.package.k, np.int64), first
     while run.engine.layer_passes < last_pass:
@@ -152,10 +157,12 @@ def _log(run: TextRun, contender: Contender, descent: Descent, first: int, last_
 
 
 def with_momentum(c_TQ: NDArray[np.int64], momentum: float) -> NDArray[np.int64]:
-    """Return what each coefficient has moved the state by, after T steps: a share `1 - momentum^(T - t)`.
+    """Return the coefficients of the state after T steps with momentum (heavy ball).
 
-    The state is `sum_t ((c_t K[T - t] + 2^19) >> 20) z_t` with a table of integers K, so it is exact in any
-    order of the sum (heavy ball; an integer velocity that decays would not be).
+    Step t has moved the state by a share `1 - momentum^(T - t)` of its coefficient `c_t`. With the table of
+    integers `share[n] = round((1 - momentum^n) 2^20)`, the state is
+    `sum_t ((c_t share[T - t] + 2^19) >> 20) z_t`. It is exact in any order of the sum. A decaying integer
+    velocity would not be.
     """
     if not momentum:
         return c_TQ
@@ -192,7 +199,7 @@ def _descent(
 
 
 def planned(options: argparse.Namespace, people: Sequence[str]) -> Iterator[Contender]:
-    """Yield every contender; first all kinds on the gardener's notes, then one change at a time."""
+    """Yield every contender: first all kinds on the gardener's notes, then those with one changed setting."""
     lengths = (True, False) if options.plain else (True,)
     trained = [(density, None) for density in options.density] + [(None, name) for name in options.adapter]
     for (density, adapter), kind, first, norm, normalised in product(
@@ -216,11 +223,11 @@ def planned(options: argparse.Namespace, people: Sequence[str]) -> Iterator[Cont
 
 
 def main() -> None:
-    """Measure what is missing."""
+    """Measure the missing cells."""
     parser = settings_parser(__doc__, "zeroth-order")
     parser.add_argument("--gguf", type=Path, default=SMOLLM2_FILE)
     parser.add_argument("--notes", type=Path, default=Path("examples/gardener/notes.txt"))
-    parser.add_argument("--row-passes", type=int, default=4800, help="forward passes of a row, of a cell")
+    parser.add_argument("--row-passes", type=int, default=4800, help="budget of a cell: passes of one row")
     parser.add_argument("--density", type=float, nargs="*", default=[1e-5, 1e-4, 1e-3])
     parser.add_argument("--adapter", choices=ADAPTERS, nargs="*", default=list(ADAPTERS))
     parser.add_argument("--kind", choices=KINDS, nargs="*", default=list(KINDS))
@@ -228,11 +235,11 @@ def main() -> None:
     parser.add_argument("--norm", type=float, nargs="+", default=[0.5])
     parser.add_argument(
         "--directions", type=_numbers, nargs="*", default=[(4,), (64,), (4, 16), (16, 64)],
-        help="passes of a step; 4,16: a schedule",
+        help="forward passes of a step; 4,16 is a schedule",
     )  # fmt: skip
     parser.add_argument("--momentum", type=float, nargs="*", default=[0.5, 0.9])
-    parser.add_argument("--people", type=int, default=3, help="authors of tweets, beside the gardener")
-    parser.add_argument("--plain", action="store_true", help="steps as long as the losses say, too")
+    parser.add_argument("--people", type=int, default=3, help="number of authors of tweets")
+    parser.add_argument("--plain", action="store_true", help="also steps that are not normalised")
     options = parser.parse_args()
     data, cells = folder_from_environment("PERMILLE_DATA"), Cells(options.cells)
     model = model_folder(options.gguf, options.folder)

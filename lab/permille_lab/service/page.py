@@ -1,4 +1,4 @@
-"""The tables of the page on the service's speed, from finished cells."""
+"""Tables of docs/results/service.md, from finished cells."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ _WAYS = {"nginx": "nginx alone", "accel": "the API's, sent by nginx", "uvicorn":
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Downloads, polls and statements, and the machine."""
+    """Return the tables of downloads, polls and statements, and the machine as text."""
     cells = Cells(results / "service.jsonl")
     machines = [result["machine"] for _, _, result in cells if "machine" in result]
     return {

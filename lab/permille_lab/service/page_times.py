@@ -1,10 +1,10 @@
-"""Measure the time of the page's views and the fleet's routes on a large fleet.
+"""Measure the response times of the web interface and of the API's fleet routes on a large fleet.
 
     python -m permille_lab.service.page_times --devices 10000 --runs 100000 --database postgresql
 
-Each line shows the median and 95th percentile of the time to the answer, by the clock. It also shows the
-processor time of service and database an answer, which a busy machine does not stretch. There are as many
-jobs as runs.
+Each line shows the median and the 95th percentile of the wall-clock time of a response. It also shows the
+mean processor time of service and database for a response, which other load on the machine disturbs less.
+There are as many jobs as runs.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main() -> None:
 
 @contextmanager
 def _database(name: str) -> Iterator[tuple[str | None, tuple[int, ...]]]:
-    """Return the URL of a database (None for the service's own file) and the process of its server."""
+    """Yield the URL of a database (None for the service's file) and the process of its server."""
     if name == "sqlite":
         yield None, ()
         return
@@ -81,7 +81,7 @@ def _line(parents: Sequence[int], client: httpx.Client, path: str, times: int) -
 
 
 def _processor_s(parents: Sequence[int]) -> float:
-    """Return the processor seconds so far of all processes below these, such as a database's connections."""
+    """Return the processor seconds so far of all children of these processes, such as connections."""
     below = (Path(f"/proc/{one}/task/{one}/children").read_text().split() for one in parents)
     stats = (Path(f"/proc/{child}/stat").read_text() for children in below for child in children)
     fields = (stat.rpartition(")")[2].split() for stat in stats)
@@ -89,7 +89,7 @@ def _processor_s(parents: Sequence[int]) -> float:
 
 
 def _add_jobs(database: Database, tenant_id: str, count: int) -> None:
-    """Add ended replays, as shared logs leave them."""
+    """Add finished replay jobs, such as shared logs create."""
     with database.write() as session:
         at = now(session)
         session.execute(

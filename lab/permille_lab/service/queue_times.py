@@ -1,10 +1,10 @@
-"""Measure claims in a long queue, on SQLite and PostgreSQL: claims a second, and the slowest claim.
+"""Measure claims of jobs in a long queue, on SQLite and PostgreSQL: claims per second, and the slowest claim.
 
     python -m permille_lab.service.queue_times --queued 10000 --ended 1000000 --tenants 100
 
-The jobs of every second tenant are uploads of its ten devices. One process claims, without ending anything,
-so that the running jobs become as many as the claims. The processor time is this process's: of SQLite it is
-all, of PostgreSQL the client's part. A busy machine and a slow disk do not stretch it.
+The jobs of every second tenant are uploads of its ten devices. One process claims jobs and does not end them,
+so the number of running jobs grows with each claim. The processor time is that of this process. For SQLite it
+contains everything, for PostgreSQL only the client. Other load and a slow disk disturb it less.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _DEVICES = (
     f"{_NUMBERS} SELECT 'dev_' || n, 'tenant_' || (n % :tenants), n, n, 'r', 'stable', '[]', '[]', 0 "
     "FROM numbers"
 )
-# The jobs go round the tenants. Every second tenant has uploads, which go round its ten devices.
+# Jobs are assigned to the tenants in turn. Those of every second tenant are uploads, of its devices in turn.
 _QUEUED = (
     f"{_JOB} {_NUMBERS} SELECT 'job_q' || n, 'tenant_' || (n % :tenants), "
     "CASE WHEN n % :tenants % 2 = 1 THEN 'dev_' || (n / :tenants % 10 * :tenants + n % :tenants) END, "
@@ -58,15 +58,15 @@ def main() -> None:
 
 
 def queue_line(name: str, url: str, asked: argparse.Namespace) -> str:
-    """Fill an empty database and claim from it; return the line about it."""
+    """Fill an empty database and claim jobs. Return the line with the result."""
     migrate(url)
     db = Database(url)
     try:
         _stock(db, asked)
-        for _ in range(2):  # a job and an upload: the first of a process also compile their statements
+        for _ in range(2):  # a job and an upload: a process's first ones also compile SQL
             _claim(db)
         gc.collect()
-        gc.freeze()  # walking all imported modules takes Python 45 ms, once in some 700 claims
+        gc.freeze()  # else a collection takes 45 ms, once in some 700 claims
         took = [_claim(db) for _ in range(asked.claims)]
     finally:
         db.close()
@@ -93,7 +93,7 @@ def _stock(db: Database, asked: argparse.Namespace) -> None:
 
 
 def _claim(db: Database) -> tuple[float, float]:
-    """Claim a job; return the seconds by the clock and of the processor."""
+    """Claim a job. Return its wall-clock and processor seconds."""
     begun, begun_processor = time.perf_counter(), time.process_time()
     with db.write() as session:
         claim = claims.claim(session, worker="bench", lease_s=600)

@@ -1,6 +1,6 @@
--- What wrk asks: each line of the first argument's file is a token and a path, taken in turn by one thread.
--- With a second argument a connection pauses before each request, from none to twice so many milliseconds.
-local asked, count, pause = {}, -1, 0 -- wrk asks once before it begins, to see that there is a request
+-- Requests of wrk. Each line of the file in the first argument has a token and a path. One thread takes them in turn.
+-- The second argument is the mean pause of a connection before each request, in milliseconds (0 for none).
+local asked, count, pause = {}, -1, 0 -- from -1, because wrk calls `request` once before the load begins
 
 function init(arguments)
   for line in io.lines(arguments[1]) do

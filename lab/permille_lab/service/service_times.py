@@ -1,8 +1,8 @@
-"""Measure the service's downloads beside a plain nginx, and polls of 10,000 devices: `make bench-service`.
+"""Measure the service's downloads and a plain nginx's, and polls of 10,000 devices: `make bench-service`.
 
-wrk measures all of it over loopback on one machine, with contenders in turn within each round. If other work
-shares the machine, processor time of the answering processes tells more than requests a second. Cells are in
-lab/results/service.jsonl; `make results` writes docs/results/service.md from them.
+wrk measures over loopback on one machine. In each round, the contenders take turns. If the machine has other
+load, the processor time of the serving processes is more reliable than requests per second. Cells are in
+lab/results/service.jsonl. `make results` writes docs/results/service.md from them.
 """
 
 import json
@@ -59,7 +59,7 @@ class Target:
 
 
 def main() -> int:
-    """Measure what is not measured yet, and print it."""
+    """Measure the missing cells and print all cells."""
     cells = Cells(RESULTS / "service.jsonl")
     parts = {"statements": _statements, "polls": _polls}
     for name in ("sqlite", "postgresql"):
@@ -76,7 +76,7 @@ def main() -> int:
 
 @contextmanager
 def database_url(name: str) -> Iterator[str | None]:
-    """A database of this kind; None: the service's own file."""
+    """Yield the URL of a database of this kind, None for the service's file."""
     if name == "sqlite":
         yield None
         return
@@ -85,7 +85,7 @@ def database_url(name: str) -> Iterator[str | None]:
 
 
 def _statements(folder: Path, url: str | None) -> dict[str, Any]:
-    """Count the statements of each request of a poll, and of some reads."""
+    """Count the SQL statements of each request of a poll, and of some other reads."""
     named: dict[str, Any] = {} if url is None else {"database_url": url}
     with running_api(folder, **named) as api:
         package = api.package()
@@ -104,7 +104,7 @@ def _statements(folder: Path, url: str | None) -> dict[str, Any]:
 
 
 def _downloads(folder: Path) -> dict[str, Any]:
-    """Measure a blob by nginx alone, by nginx for the API, and by the API alone."""
+    """Measure downloads of a blob from nginx, from nginx on behalf of the API, and from the API."""
     accel = {"PERMILLE_DOWNLOADS": "accel"}
     with (
         _service(folder / "serve", None) as (serving, its_rows),
@@ -127,7 +127,7 @@ def _downloads(folder: Path) -> dict[str, Any]:
 
 
 def _polls(folder: Path, url: str | None) -> dict[str, Any]:
-    """Measure polls: every device asks what its alias means, with pauses at random, until all were noted."""
+    """Measure polls of an alias by all devices, with random pauses, until the service has seen each one."""
     with _service(folder, url) as (running, database):
         _stock(running, database)
         tokens = _add_devices(database, DEVICES)
@@ -135,7 +135,7 @@ def _polls(folder: Path, url: str | None) -> dict[str, Any]:
         own = (running.api_pid,)
         begun, used = time.monotonic(), _processor_s(own)
         for number in range(MOST_POLLS):
-            # Each device polls at least once: a device that was not seen polls again.
+            # wrk may end before the last device. The others poll in the next round, or all if none is left.
             lines = _lines(folder, f"polls-{number}", [f"{token} {ALIAS}" for token in left])
             loads.append(_wrk(running.url, lines, POLL_CONNECTIONS, POLL_S, PAUSE_MS))
             left = left[loads[-1]["requests"] :] or tokens
@@ -154,7 +154,7 @@ def _polls(folder: Path, url: str | None) -> dict[str, Any]:
 
 
 def _rounds(targets: Mapping[str, Target]) -> dict[str, Any]:
-    """Return medians over rounds in which each contender is asked in turn. The first round warms up."""
+    """Return medians over rounds in which the contenders take turns. The first round warms up."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
     for number in range(ROUNDS + 1):
         for name, target in targets.items():
@@ -194,7 +194,7 @@ def _lines(folder: Path, name: str, lines: list[str]) -> Path:
 
 @contextmanager
 def _service(folder: Path, url: str | None, **settings: str) -> Iterator[tuple[Running, Database]]:
-    """Run a service without a worker, and its database. Limits are off, since the load has one address."""
+    """Run a service without a worker. Yield the service and its database."""
     folder.mkdir(exist_ok=True)
     if url is not None:
         settings["PERMILLE_DATABASE_URL"] = url
@@ -206,9 +206,9 @@ def _service(folder: Path, url: str | None, **settings: str) -> Iterator[tuple[R
 
 @contextmanager
 def _nginx(folder: Path, blobs: Path, api: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Run nginx as deploy/nginx has it, without TLS and with the blobs open to everybody.
+    """Run nginx with the configuration of deploy/nginx, but without TLS and with public blobs.
 
-    Yields its address and its processes.
+    Yield its address and its worker processes.
     """
     port = free_port()
     server = re.sub(r"\n *ssl_[^\n]*", "", (DEPLOY / "nginx/permille.conf").read_text())
@@ -252,13 +252,13 @@ def _wait_for(url: str) -> None:
 
 
 def _processor_s(processes: tuple[int, ...]) -> float:
-    """Processor seconds of these processes so far."""
+    """Return the processor seconds of these processes so far."""
     fields = (Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split() for one in processes)
     return sum(int(found[11]) + int(found[12]) for found in fields) / TICK
 
 
 def _stock(running: Running, database: Database) -> str:
-    """Put a package under four versions of a release and return its digest."""
+    """Publish a package under four versions of a release, and return its digest."""
     package = tiny_package(running.data_dir / "blobs")
     with database.write() as session:
         tenant = access.first_tenant(session)
@@ -269,7 +269,7 @@ def _stock(running: Running, database: Database) -> str:
 
 
 def _stock_blob(running: Running, database: Database) -> str:
-    """The path of a large blob of a package."""
+    """Add a large blob to a package, and return its path in the API."""
     package = _stock(running, database)
     digest = BlobFolder(running.data_dir / "blobs").put_bytes(os.urandom(BLOB_BYTES))
     with database.write() as session:
@@ -281,7 +281,7 @@ def _stock_blob(running: Running, database: Database) -> str:
 
 
 def _add_devices(database: Database, count: int) -> list[str]:
-    """Enrol devices that were never seen, and return their tokens."""
+    """Add devices that have never polled, and return their tokens."""
     secrets = [new_device_token() for _ in range(count)]
     with database.write() as session:
         tenant_id, at = session.scalars(select(Tenant.id).limit(1)).one(), now(session)

@@ -1,9 +1,11 @@
-"""Compare the time of a mask on four workers and on one: `python -m permille_lab.service.shard_workers`.
+"""Compare the time of a mask on four workers with that on one.
 
-Real workers run on SQLite with one thread each, on a random Llama of some seven million weights. The mask is
-made whole in one job, then by shards on one worker, then on four. All masks must be the same. The result
-depends on the free cores: four workers on two cores are at most twice as fast. The start of a process for
-each shard costs some of that.
+    python -m permille_lab.service.shard_workers
+
+Real workers with one thread each run on SQLite. The model is a random Llama of about seven million weights.
+The mask is computed in one job, then in shards by one worker, then in shards by four. All masks must be the
+same. The result depends on the free cores: with two cores, four workers are at most twice as fast. The start
+of a process for each shard also takes time.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from tests.integration.job_site import Site, job_site
 from tests.packages import sentences, tiny_tokenizer
 
 RUNS = ((1, 1e99), (1, 0.0), (4, 0.0))
-"""Workers, and the work above which a mask is split."""
+"""Number of workers, and the operations above which a mask is split."""
 
 
 def _stock(site: Site) -> tuple[str, str]:
@@ -69,7 +71,9 @@ def _measure(root: Path, workers: int, split_flops: float, sequences: int, lengt
         model_id, corpus_id = _stock(site)
         for _ in range(workers):
             site.start_worker(real=True)
-        site.wait_for_state(site.submit(kind="package"), "failed")  # no payload of ours: the workers are up
+        site.wait_for_state(
+            site.submit(kind="package"), "failed"
+        )  # an invalid job: wait until the workers run
         request = FisherMaskCreate(
             method=MaskMethod.FISHER,
             model_id=model_id,
@@ -89,7 +93,7 @@ def _measure(root: Path, workers: int, split_flops: float, sequences: int, lengt
 
 
 def main() -> None:
-    """Measure and print; the last line is the ratio."""
+    """Measure and print all runs. The last line has the ratios."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--length", type=int, default=128)
