@@ -1,1 +1,1 @@
-"""Tools that measure permille: evaluation of methods, benchmarks and the reference model."""
+"""Tools that measure permille: evaluation of methods, benchmarks, and the reference engine."""

@@ -182,7 +182,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> None:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         if found["peak_bytes"] > options.memory:
-            raise InputError(f"expected {part} within {options.memory} bytes, got {found['peak_bytes']}")
+            raise InputError(f"The part {part} used {found['peak_bytes']} of {options.memory} bytes.")
         print(
             f"{part}: peak {found['peak_bytes'] / _GIB:.2f} GiB resident, "
             f"{found['cpu_s']:.0f} s of processors in {found['wall_s']:.0f} s",

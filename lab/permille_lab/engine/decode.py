@@ -7,9 +7,9 @@ The contenders take turns:
 - `int4`: the same shape and density with int4 codes
 - `llama.cpp`: the int4 package as Q4_0, if llama.cpp is installed (`make test-llama-cpp`)
 
-Decoding is greedy. Our engine has a key-value cache in float32. The prompt is not timed. With one thread,
-times are processor seconds, since other load on the machine disturbs these less. With more threads, they are
-wall-clock seconds. For a token of `overlay`, the time of each kernel and of the interpreter is also measured.
+Decoding is greedy, with a key-value cache in float32. The prompt is not timed. With one thread, times are
+processor seconds, since other load on the machine disturbs these less. With more threads, they are wall-clock
+seconds. For a token of `overlay`, the time of each kernel and of the interpreter is also measured.
 """
 
 import importlib.util

@@ -7,8 +7,8 @@ These are the cells, in this order:
 1. Run the tests that have the device in their name.
 2. Compare NF4 codes of bitsandbytes with ours.
 3. Compare Fisher scores with those of a CPU.
-4. Time steps in the shapes of real models. A step computes the losses of 2q variants of one row of 128 or 32
-   tokens, in one call or one by one, or one gradient.
+4. Time steps in the shapes of real models, with one row of 128 or 32 tokens. A step computes one gradient, or
+   the losses of 2q variants, in one call or one by one.
 
 Packages have random codes, so a float copy of the weights never exists. Embedding and head have 8 bits.
 

@@ -1,7 +1,7 @@
 """Compare a training step along the gradient with a forward pass of the same tokens, in a fresh process.
 
-Times are processor seconds. The rest of a step (Adam and the state) is timed separately, because it is too
-short to be seen in the time of whole steps. If `rounds` is 0, one step runs and only its memory is measured.
+Times are processor seconds. The rest of a step (Adam and the state) is timed separately. It is too short to
+show in the time of whole steps. If `rounds` is 0, one step runs and only its memory is measured.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def measure(folder: Path, sizes: Sizes) -> Result:
     command = [sys.executable, "-m", "permille_lab.engine.gradients", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise InputError(f"expected a step along the gradient, got {done.stderr[-500:]}")
+        raise InputError(f"The gradient step failed: {done.stderr[-500:]}")
     found: Result = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -66,7 +66,7 @@ class GradientStep:
             self._moments, loss, gradient_K, rate=self._rate, step_unit_exponent=self._exponent
         )
         if self._moments.flags:
-            raise InputError("expected a step that counts, got a rejected one")
+            raise InputError("The gradient step was rejected.")
 
 
 def _child() -> None:

@@ -65,7 +65,7 @@ def _measured(folder: Path, sizes: Sizes, contenders: Sequence[str]) -> Result:
         command = [sys.executable, "-m", "permille_lab.engine.memory", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise InputError(f"expected a step of {contender}, got {done.stderr[-500:]}")
+            raise InputError(f"The step of {contender} failed: {done.stderr[-500:]}")
         found[contender] = json.loads(done.stdout.splitlines()[-1])
     return {"contenders": found, "machine": {"before": before, "after": machine()}}
 

@@ -95,7 +95,7 @@ class EngineStep:
             normalised=False,
         )
         if record.flags:
-            raise InputError(f"expected a step that counts, got {record}")
+            raise InputError(f"The step was rejected: {record}")
         apply_record(self._s_K, record, self._header)
         self._step += 1
         self._total_s += time.perf_counter() - begin

@@ -1,10 +1,13 @@
 """The difference of two methods, where both items and seeds are random samples.
 
 A test over items only makes a statement about these trained models. A claim about a method must also hold
-for other seeds. The model of the difference `d` of item i and seed s is `d[i, s] = mu + a_i + b_s + e_is`,
-with the mean `mu`, random effects `a` and `b`, and the error `e`. The variance of the mean is the sum of two
-estimates: the variance of the item means over the items, and that of the seed means over the seeds. This
-counts the variance of `e` twice, so intervals are too wide rather than too narrow.
+for other seeds. The difference of item i with seed s is modelled as
+
+    d[i, s] = mu + a_i + b_s + e_is
+
+Here, mu is the mean, a and b are random effects of item and seed, and e is the error. The variance of the
+mean is the sum of two estimates: from the means of items, and from the means of seeds. This counts the
+variance of e twice, so intervals are too wide rather than too narrow.
 
 Items of one passage or text form a cluster (`statistics.clustered_variance`). Degrees of freedom are
 Satterthwaite's. Tasks are pooled with equal weights, and the variances of their items add, since no two tasks
@@ -84,8 +87,8 @@ def contrast(
             every seed of `first`.
 
     Returns:
-        The contrast. None if no task has both methods, a task has fewer than two clusters or seeds, or the
-        tasks have fewer than two seeds in common.
+        The contrast. It is None if no task has both methods, or a task has fewer than two clusters or
+        seeds. It is also None if the tasks have fewer than two seeds in common.
 
     Raises:
         InputError: a record names an item twice, or a seed has two records.
@@ -174,7 +177,7 @@ def _differences(first: Record, second: Record, by_loss: bool) -> dict[str, floa
 
 def _outcomes(record: Record, by_loss: bool) -> dict[str, float]:
     if len(set(record["items"])) < len(record["items"]):
-        raise InputError(f"expected items with names of their own in {record['method']}, got a name twice")
+        raise InputError(f"expected items of different names in {record['method']}, got a name twice")
     values = [-loss for loss in record["item_losses"]] if by_loss else map(float, record["correct"])
     return dict(zip(record["items"], values, strict=True))
 

@@ -136,9 +136,7 @@ def _by_item(records: Sequence[Json]) -> dict[str, float]:
     outcomes: dict[str, list[int]] = defaultdict(list)
     for record in records:
         if len(set(record["items"])) < len(record["items"]):
-            raise InputError(
-                f"expected test items of {record['method']} with names of their own, got a name twice"
-            )
+            raise InputError(f"expected test items of different names in {record['method']}, got one twice")
         for item, right in zip(record["items"], record["correct"], strict=True):
             outcomes[item].append(int(right))
     return {item: sum(found) / len(found) for item, found in outcomes.items()}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 
 EQUIVALENCE_MARGIN = 0.01
-"""One point of accuracy."""
+"""Margin of equivalence in accuracy: one percentage point."""
 
 TINY_VARIANCE = 1e-24
 """A variance below this is rounding error and counts as 0."""

@@ -33,8 +33,11 @@ Validate = Callable[[NDArray[np.float32]], float]
 STEP_NORM = 0.4
 """Step norm at which the search for a step size begins (docs/adr/0030).
 
-The step norm is `learning_rate * g_rms * sqrt(k / q)`, with `g_rms` the root mean square of the projected
-gradients, `k` the number of trained numbers and `q` that of queries.
+The step norm is `learning_rate * g_rms * sqrt(k / q)`:
+
+- `g_rms`: root mean square of the projected gradients
+- `k`: number of trained numbers
+- `q`: number of queries
 """
 
 EPSILON_NORM = 0.5

@@ -101,7 +101,8 @@ def find_materials(path: Path | None, models: Sequence[Path] | None, folder: Pat
     Args:
         path: TOML file with `models`, `corpus` and `[tasks.<name>]`. Its paths are relative to its folder.
         models: replace the models of the file or the environment.
-        folder: folder for the rows of the task `text`, which are made from PERMILLE_DATA.
+        folder: folder for the rows of the task `text`. They are written if the materials come from
+            PERMILLE_DATA.
 
     Raises:
         InputError: the file or a variable is missing or unusable, there is no model or no task, or two
@@ -167,9 +168,7 @@ def _environment(name: str) -> str:
     try:
         return os.environ[name]
     except KeyError as exc:
-        raise InputError(
-            f"expected the environment variable {name} to name a folder, or --materials"
-        ) from exc
+        raise InputError(f"Set {name} to a folder, or use --materials.") from exc
 
 
 def _parser() -> argparse.ArgumentParser:

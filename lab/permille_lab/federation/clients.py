@@ -78,7 +78,7 @@ def clients_of(package: Package, data: Path, split: Division, devices: int, *, t
         texts.tokens(user.documents) for user in people[turn * _TURN_DEVICES : turn * _TURN_DEVICES + devices]
     ]
     if len(documents) < devices:
-        raise InputError(f"expected {devices} people, got {len(documents)}")
+        raise InputError(f"{devices} devices need as many people with enough text; found {len(documents)}.")
     return [_with_tweets(f"{index}", found) for index, found in enumerate(documents)]
 
 
@@ -96,7 +96,7 @@ def small_clients(package: Package, data: Path, devices: int) -> list[Client]:
             found.append(_client(name, part[2:], part[:2]))
             if len(found) == devices:
                 return found
-    raise InputError(f"expected tweets for {devices} devices, got {len(found)}")
+    raise InputError(f"There are not enough tweets for {devices} devices, only for {len(found)}.")
 
 
 class _Texts:
@@ -131,7 +131,7 @@ def _up_to(documents: Iterator[TokenizedDocument], wanted: int) -> Iterator[Toke
 
 def _client(name: str, train: Sequence[TokenizedDocument], test: Sequence[TokenizedDocument]) -> Client:
     if not targets(train) or not targets(test):
-        raise InputError(f"expected text to train and to judge of device {name}, got too little")
+        raise InputError(f"Device {name} has too little text for training and test.")
     return Client(name=name, train=packed_rows(train, ROW_TOKENS), test=document_rows(test, ROW_TOKENS))
 
 

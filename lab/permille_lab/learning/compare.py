@@ -88,7 +88,7 @@ def measure(folder: Path, settings: Settings, documents: Sequence[Document]) -> 
         command += ["--settings", json.dumps(settings), "--folder", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise InputError(f"expected {settings['method']} to train, got {done.stderr[-800:]}")
+        raise InputError(f"The training of {settings['method']} failed: {done.stderr[-800:]}")
     found: Result = json.loads(done.stdout.splitlines()[-1])
     return found
 

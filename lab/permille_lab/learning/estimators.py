@@ -76,7 +76,7 @@ def measure(
 def main() -> None:
     """Measure the missing cells."""
     parser = settings_parser(__doc__, "estimators")
-    parser.add_argument("--model", choices=DENSITIES, action="append", help="only these")
+    parser.add_argument("--model", choices=DENSITIES, action="append", help="measure only these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=400, help="steps of the default estimator")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """A package as a model of transformers in float32. Tests compare engines with it.
 
-Every linear that a mask may cover becomes a `MaskedLinear` or an `AdaptedLinear`, whose parameter `values`
+Every linear that a mask may cover becomes a `MaskedLinear` or an `AdaptedLinear`. Their parameter `values`
 holds the trained numbers. Everything else is code of transformers with the decoded tensors. A package cannot
 bring code: its model family must be one of our list, which transformers implements.
 """

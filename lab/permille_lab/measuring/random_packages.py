@@ -213,7 +213,7 @@ def _random_codes(
         packed[-1] &= 0xF0
     minima = None
     scales = rng.uniform(0.8 * spread, 1.2 * spread, size).astype(np.float32)
-    if how.name is Scheme.SOURCE:  # like Q4_1, the slowest of the source types
+    if how.name is Scheme.SOURCE:  # like Q4_1, the most expensive source type
         scales = scales.astype(np.float16).astype(np.float32)
         minima = np.float32(-8) * scales
     return QuantizedTensor(

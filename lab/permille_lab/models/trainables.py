@@ -178,7 +178,7 @@ class Trainable:
 
 def _check(batch: Batch) -> None:
     if batch.target_BT[:, 0].any():
-        raise InputError("expected no target in a row's first column, which nothing predicts, got one")
+        raise InputError("expected no target in the first column, since no token predicts it, got one")
 
 
 def _cross_entropy(logits_RD: Tensor, ids_R: Tensor | NDArray[np.int64]) -> Tensor:

@@ -125,8 +125,8 @@ class Study:
 
         Args:
             kind: a name that separates runs of the same person.
-            start_K: values to start from, by default the package's. With them, the seed is another one than
-                in the run that made them.
+            start_K: values to start from, by default the package's. If they are given, the seed is increased
+                by 1. Directions and batches then differ from those of the run that made the values.
         """
         options = self.options if start_K is None else replace(self.options, seed=self.options.seed + 1)
         prepared = self.prepared(person)

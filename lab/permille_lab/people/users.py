@@ -84,7 +84,7 @@ def agent_run(study: Study, documents: Sequence[str], folder: Path) -> AgentRun:
     found = run_training(home, [path], study.options, RunContext())
     seconds = time.process_time() - begun
     if found.decision is None:
-        raise InputError(f"expected a run that is judged, got {found.outcome.value}: {found.message}")
+        raise InputError(f"The run ended without a decision: {found.outcome.value}: {found.message}")
     (run,) = list_runs(home)
     data = run.best_state(found.decision.descent).read_bytes()
     state = decode_state(data, max_bytes=len(data), max_k=study.package.k)

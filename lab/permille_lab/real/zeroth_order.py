@@ -159,10 +159,13 @@ def _log(run: TextRun, contender: Contender, descent: Descent, first: int, last_
 def with_momentum(c_TQ: NDArray[np.int64], momentum: float) -> NDArray[np.int64]:
     """Return the coefficients of the state after T steps with momentum (heavy ball).
 
-    Step t has moved the state by a share `1 - momentum^(T - t)` of its coefficient `c_t`. With the table of
-    integers `share[n] = round((1 - momentum^n) 2^20)`, the state is
-    `sum_t ((c_t share[T - t] + 2^19) >> 20) z_t`. It is exact in any order of the sum. A decaying integer
-    velocity would not be.
+    Step t has moved the state by a share `1 - momentum^(T - t)` of its coefficient `c_t`. The shares are
+    integers:
+
+        share[n] = round((1 - momentum^n) 2^20)
+        state    = sum_t ((c_t share[T - t] + 2^19) >> 20) z_t
+
+    The state is exact in any order of the sum. With a decaying integer velocity it would not be.
     """
     if not momentum:
         return c_TQ

@@ -51,7 +51,12 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A server, a request to it, and the processes whose processor time counts."""
+    """A server, requests to it, and the processes that serve them.
+
+    Attributes:
+        lines: file of the requests, see service_load.lua.
+        processes: processes of the measured processor time.
+    """
 
     url: str
     lines: Path
@@ -161,7 +166,7 @@ def _rounds(targets: Mapping[str, Target]) -> dict[str, Any]:
             used = _processor_s(target.processes)
             load = _wrk(target.url, target.lines, DOWNLOADS, DOWNLOAD_S)
             if load["failed"]:
-                raise SystemExit(f"expected answers of {name}, {load['failed']} requests failed")
+                raise SystemExit(f"{load['failed']} requests to {name} failed.")
             used = _processor_s(target.processes) - used
             load["cpu_us"] = 1e6 * used / max(1, load["requests"])
             load["cpu_s_a_gb"] = 1e9 * used / max(1, load["bytes"])
@@ -247,7 +252,7 @@ def _wait_for(url: str) -> None:
         except httpx.HTTPError:
             pass
         if time.monotonic() > deadline:
-            raise TimeoutError(f"expected an answer of {url}")
+            raise TimeoutError(f"{url} did not answer within 60 seconds.")
         time.sleep(0.1)
 
 

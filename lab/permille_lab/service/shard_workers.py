@@ -88,7 +88,7 @@ def _measure(root: Path, workers: int, split_flops: float, sequences: int, lengt
         while (found := site.read(job)).state not in ENDED:
             time.sleep(0.2)
         if found.state != "succeeded":
-            raise SystemExit(f"expected a mask, got {found.error}")
+            raise SystemExit(f"The mask job ended in state {found.state}: {found.error}")
         return time.monotonic() - begun, site.results()[0].digest
 
 
@@ -107,7 +107,7 @@ def main() -> None:
             way = "by shards" if split_flops == 0 else "whole"
             print(f"{workers} worker(s), {way}: {seconds:.1f} s, {digest}", flush=True)
     if len({digest for _, digest in found.values()}) != 1:
-        raise SystemExit("expected the same mask from all, got others")
+        raise SystemExit("The masks differ.")
     whole, one, four = (found[index][0] for index in range(len(RUNS)))
     print(f"shards: four workers against one {one / four:.2f}x, against one job {whole / four:.2f}x, equal")
 

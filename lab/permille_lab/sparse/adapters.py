@@ -69,8 +69,8 @@ def allocate(
         P = average * loss / mean loss,   g = floor(sqrt(P)), at least 1 and at most the shorter side
 
     Args:
-        losses: error of the linear's output after pruning, by name of the weight. Equal losses give adapters
-            of equal sizes.
+        losses: loss by pruning, by name of the weight: the squared error of the linear's output, relative to
+            the square of the output. Equal losses give adapters of equal sizes.
         average: mean number of trained numbers of a linear.
     """
     mean = math.fsum(losses.values()) / len(losses)

@@ -151,7 +151,7 @@ def iterate(
     """
     if plan.rounds < 1 or plan.rank < 1 or plan.longer < 1:
         raise InputError(
-            "expected at least 1 round, rank and turn of the last, got "
+            "expected at least 1 round, a rank of at least 1 and `longer` of at least 1, got "
             f"{plan.rounds}, {plan.rank} and {plan.longer}"
         )
     final = PruningPlan(method=plan.method, rates=plan.rate, pattern=plan.pattern, device=plan.device)

@@ -1,7 +1,8 @@
 """Reader of task files: JSON lines as in SuperGLUE, and for tasks of GLUE also its tables.
 
 A file is read line by line. A line that is no labelled row of the task becomes a `BadRow` with its file, line
-and reason. If all rows are unlabelled, as in SuperGLUE's test files, `read_file` raises an InputError.
+and reason. If more than one row in twenty is bad, `read_file` raises an InputError. Thus it refuses files
+without labels, such as SuperGLUE's test files.
 
 Two tasks take data of your own:
 

@@ -135,8 +135,8 @@ def _encode_document(
     """Return a document in tokens. It is encoded without the demonstrations.
 
     All methods thus score the same tokens. Without a token `begin`, the first token of a text is not
-    predicted. If the text is too long, the front of the prompt is cut first, but at least a quarter of the
-    row remains for the prompt. Then the end of the document is cut.
+    predicted. If the text is too long, the front of the prompt is cut first, but not below a quarter of the
+    row. Then the end of the document is cut.
     """
     start = () if begin is None else (begin,)
     room = max_tokens - len(start)
