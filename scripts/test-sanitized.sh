@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run the tests of the kernels in a copy of the library, with kernels built with AddressSanitizer and UBSan. An access
-# outside an array, or undefined arithmetic, ends the run.
+# Run the tests of the kernels in a copy of the library. Its kernels are built with AddressSanitizer and UBSan. An
+# access outside an array, or undefined arithmetic, ends the run.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 copy=$(mktemp -d)

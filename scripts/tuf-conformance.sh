@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run the conformance suite of TUF against the agent's client, in a separate environment. No test may fail. The suite is
-# on no package index, so pip installs the pinned commit from GitHub. PERMILLE_TUF_CONFORMANCE can name a checkout of
-# that commit instead. Some tests of the suite set the clock with `faketime`.
+# Run the conformance suite of TUF against the agent's client, in a separate environment. No test may fail. The
+# suite is on no package index, so pip installs the pinned commit from GitHub. PERMILLE_TUF_CONFORMANCE can name a
+# checkout of that commit instead. Some tests of the suite set the clock with `faketime`.
 set -euo pipefail
 commit=eec841c186f81f2d9d8d30460c7e7deefa615f9e
 folder=build/tuf-conformance

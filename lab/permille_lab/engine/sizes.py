@@ -17,6 +17,12 @@ from permille_lab.measuring.random_packages import SHAPES, random_package
 class Sizes:
     """The shapes of the model and the batch, and the options of the measurement.
 
+    For example, a step of the 1.1B shape with 4 layers and 16 x 64 tokens on one thread:
+
+        sizes = Sizes(shape="1.1B", layers=4)
+        package = sizes.package(Path("build/bench"))
+        batch = sizes.batch(package)
+
     Attributes:
         layers: number of layers, None for all layers of the shape.
         rounds: number of repetitions of each measurement.

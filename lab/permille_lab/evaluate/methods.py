@@ -102,6 +102,9 @@ class Method:
 def method(name: str) -> Method:
     """Parse a method's name.
 
+    For example, `method("zo:lora-8")` trains LoRA of rank 8 by zeroth order, and `method("icl:8")` trains
+    nothing and has 8 shots.
+
     Raises:
         InputError: the method is unknown, or its size is missing, superfluous or outside 1 to 256.
     """

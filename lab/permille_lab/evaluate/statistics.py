@@ -88,7 +88,10 @@ def user_test(name: str, first_N: NDArray[np.floating], second_N: NDArray[np.flo
 
 
 def holm_adjusted(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values adjusted by Holm's step-down method, in the given order."""
+    """Return the p-values adjusted by Holm's step-down method, in the given order.
+
+    For example, `holm_adjusted([0.01, 0.04])` is `[0.02, 0.04]`.
+    """
     adjusted = [0.0] * len(p_values)
     highest = 0.0
     for place, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):

@@ -99,8 +99,8 @@ class Size:
     """The amount of computation in a cell.
 
     Attributes:
-        tuning_seeds: number of tuning seeds. `fractions` and `longer` have one, which suffices to show the
-            shape of a curve (ADR 35).
+        tuning_seeds: number of tuning seeds. The stages `fractions` and `longer` have one, which suffices to
+            show the shape of a curve (ADR 35). Tasks with passages also have one.
     """
 
     zo_steps: int

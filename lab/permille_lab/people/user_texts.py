@@ -67,6 +67,10 @@ def own_words(document: Document) -> str:
 def read_users(data: Path, collection: Collection) -> Users:
     """Read all people of a collection.
 
+    For example, the ten first people with at least 4,000 characters of tweets:
+
+        people = cohort(read_users(data, Collection.LAMP7).users, least_characters=4_000)[:10]
+
     Args:
         data: folder with `users/`.
 

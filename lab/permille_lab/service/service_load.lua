@@ -1,5 +1,5 @@
--- Requests of wrk. Each line of the file in the first argument has a token and a path. One thread takes them in turn.
--- The second argument is the mean pause of a connection before each request, in milliseconds (0 for none).
+-- Requests of wrk. The first argument is a file. Each of its lines has a token and a path. One thread takes them
+-- in turn. The second argument is the mean pause of a connection before each request, in milliseconds (0: none).
 local asked, count, pause = {}, -1, 0 -- from -1, because wrk calls `request` once before the load begins
 
 function init(arguments)

@@ -30,7 +30,10 @@ The paper's linear programme has no bounds and would remove whole layers.
 
 
 def cubic_rate(final: float, round_: int, rounds: int) -> float:
-    """Return the rate after a round, counted from 1. The last round's rate is `final`."""
+    """Return the rate after a round, counted from 1. The last round's rate is `final`.
+
+    For example, the first of five rounds to 0.6 has the rate `cubic_rate(0.6, 1, 5)`, about 0.293.
+    """
     return final if round_ == rounds else final * (1 - (1 - round_ / rounds) ** 3)
 
 

@@ -69,7 +69,10 @@ class Rates:
 
 
 def target_of(text: str) -> tuple[float, Pattern | None]:
-    """Parse a rate such as 0.6 or a pattern such as 2:4. Return the rate, and the pattern or None."""
+    """Parse a rate such as 0.6 or a pattern such as 2:4. Return the rate, and the pattern or None.
+
+    For example, the rate of `target_of("2:4")` is 0.5.
+    """
     if ":" not in text:
         return float(text), None
     pattern = Pattern.parse(text)

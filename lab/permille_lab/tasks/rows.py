@@ -183,6 +183,8 @@ _FORMS: Mapping[Task, _Form] = {
 def read_file(task: Task, path: Path) -> Pool:
     """Read the labelled examples of one file, and the rows that could not be read.
 
+    For example, `read_file(Task.BOOLQ, data / "tasks/BoolQ/val.jsonl").examples`.
+
     Args:
         path: a `.jsonl` file, or a `.tsv` file of GLUE. That of SST-2 may have no header.
 
