@@ -1,8 +1,8 @@
 """`python -m permille_service`: one API process, with settings from the environment (`PERMILLE_DATA_DIR`,
 `PERMILLE_PORT`, ...).
 
-With port 0 the system chooses; the URL is written to `service.url` in the data folder once the socket
-listens.
+With port 0, the system chooses a free port. When the socket listens, the file `service.url` in the data
+folder gets the URL.
 """
 
 import gc
@@ -22,15 +22,19 @@ from permille_service.connections import Connections, Listener, protocol_of, rai
 from permille_service.settings import Settings, client_url, load
 
 EXIT_USAGE, EXIT_RETRY = 2, 75
-"""75: EX_TEMPFAIL of sysexits.h, for whoever starts it again."""
+"""Exit statuses. 75 (EX_TEMPFAIL of sysexits.h) tells a supervisor to start the process again later."""
 SHUTDOWN_S = 5
 COLLECT_AFTER = 10_000
-"""Allocations: a request makes some hundred objects, a page ten thousand rows, and few of them are cycles."""
+"""Number of new objects after which garbage is collected.
+
+Python's default is 700. A request makes some hundred objects, and a page of results many more, but few of
+them are cycles that need a collection.
+"""
 
 
 def main() -> int:
     """Serve until SIGINT or SIGTERM."""
-    gc.disable()  # imported modules are never garbage, and collections took an eighth of the start
+    gc.disable()  # imported modules never become garbage, and collections took an eighth of the start-up
     from permille_service.app import create_app
 
     try:
@@ -58,7 +62,7 @@ def main() -> int:
         app,
         loop="asyncio",
         http=protocol_of(connections),
-        ws="none",  # a connection that speaks another protocol would have no limits
+        ws="none",  # the limits of `LimitedProtocol` do not apply to WebSocket connections
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),
         log_level="warning",
@@ -79,7 +83,7 @@ def main() -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which sets `draining` when it begins to stop. Event streams then end."""
+    """uvicorn's server. When it begins to stop, it sets `draining`, which ends all event streams."""
 
     def __init__(self, config: uvicorn.Config, draining: threading.Event) -> None:
         super().__init__(config)
@@ -102,7 +106,8 @@ def listen(settings: Settings, connections: Connections) -> Listener:
         OperatorError: the address is in use, or belongs to another machine.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # The protocol is named, else asyncio leaves Nagle on and every answer waits for a delayed ACK (40 ms).
+    # Name the protocol (TCP). Otherwise asyncio does not switch off Nagle's algorithm, and every answer waits
+    # for a delayed ACK (40 ms).
     listening = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.connections = connections
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,5 +1,6 @@
-"""The FastAPI app, made from settings. Its OpenAPI document also has the problems and the tags.
+"""Create the FastAPI app from settings, and complete its OpenAPI document.
 
+The document also describes the problems (the service's error answers) and the tags that group the routes.
 Nothing happens at import.
 """
 
@@ -49,31 +50,35 @@ from permille_service.work.routes import router_of
 
 TITLE: Final = "permille"
 DESCRIPTION: Final = """
-Turn a pre-trained language model into a package. A device trains one in a thousand of its weights.
+Turn a pre-trained language model into a package. A device trains one in a thousand of the model's weights.
 
 * Press **Authorize** and paste an operator token (the first one is in `operator.token` of the data folder).
-* Long work answers `202` with the job's `Location`; follow it under **jobs**.
+* A request that starts long work creates a job. The answer is `202`, with the path of the job in `Location`.
+  Follow the job under **jobs**.
 * Every error is a problem (RFC 9457); branch on its `type`.
-* Send an `Idempotency-Key` with a `POST` that creates something. The same key and body within a day return
-  the first answer and create nothing. If the object was removed meanwhile, the answer is
-  `idempotency-conflict`.
-* Lists are pages: pass `next_cursor` as `cursor`.
+* Send an `Idempotency-Key` with a `POST` that creates something. If you repeat the request with the same key
+  and body within a day, it creates nothing and returns the first answer. If the object was removed meanwhile,
+  the answer is `idempotency-conflict`.
+* Lists come in pages. To get the next page, pass `next_cursor` as `cursor`.
 * A query parameter may appear only once.
 """
 TAGS: Final = [
     {"name": "models", "description": "Base models: a folder, or a hub repository at a commit."},
-    {"name": "corpora", "description": "Text to measure sensitivity and perplexity on."},
+    {"name": "corpora", "description": "Texts on which jobs measure sensitivity and perplexity."},
     *({"name": work.collection, "description": work.about} for work in WORK.values()),
     {"name": "releases", "description": "Signed versions of a name, and aliases such as `stable`."},
     {"name": "trust", "description": "TUF metadata, and the keys that sign what devices may install."},
-    {"name": "jobs", "description": "Long work: state, progress, events, cancel, retry."},
+    {
+        "name": "jobs",
+        "description": "Jobs, which do long work: read their state and events, cancel and retry them.",
+    },
     {"name": "preflights", "description": "Estimates of what a job needs, compared with the machine."},
     {"name": "devices", "description": "Invitations, enrolment, device tokens, revocation."},
     {"name": "runs", "description": "Reports of devices, and the logs that they share."},
     {"name": "fleet", "description": "Counts of all devices."},
     {
         "name": "federations",
-        "description": "Rounds in which many devices improve one state, by exchanging integers.",
+        "description": "Federations, in which many devices train one shared state in rounds.",
     },
     {"name": "rollouts", "description": "Groups of devices, and versions that reach them wave by wave."},
     {"name": "access", "description": "Tenants, operator tokens, and the log of operators' changes."},
@@ -106,21 +111,21 @@ ROUTERS = (
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Open what the settings name (folders, database, keys, first token) and make the app on it."""
+    """Open the folders, the database and the keys that the settings name, and create the app."""
     service = _open_service(settings)
-    # A new installation must have a token before it answers, because no route works without one.
+    # Make the first operator token of a new installation now, because operators need one for every route.
     access_routes.ensure_token(service)
     app = FastAPI(
         title=TITLE,
         version=__version__,
-        # FastAPI's own pages load scripts from a CDN. `console` serves the same pages from this process.
+        # FastAPI's own page loads its scripts from a CDN. `console` serves the same page without one.
         docs_url=None,
         redoc_url=None,
         # A redirect's Location would come from the Host header, so a wrong path is a 404.
         redirect_slashes=False,
         routes=_routes(),
         lifespan=_closing(service),
-        # `observing` makes spans, metrics and logs: FastAPI's own would come on top.
+        # `observing` makes spans, metrics and logs. FastAPI's own would record each request a second time.
         telemetry={"operation_spans": False, "metrics": False, "logs": False},
     )
     app.state.service = service
@@ -128,10 +133,11 @@ def create_app(settings: Settings) -> FastAPI:
     pages.install(app)
     _document(app)
     problems.install(app)
-    # Middleware runs in the reverse order of its installation: observing sees what the guard refuses.
+    # Middleware that is installed later runs earlier, so `observing` also sees requests that the guard
+    # refuses.
     app.add_middleware(guard.Guard, settings=settings)
     observing.install(app)
-    # Last, so that it sees every route: one that declares no principal stops the start.
+    # This comes last, to check every route. A route that does not declare who may call it stops the start.
     check_routes(app)
     return app
 
@@ -151,11 +157,12 @@ def _routes() -> list[BaseRoute]:
 
 def _open_service(settings: Settings) -> Service:
     """Make the folders, migrate the database, and open everything that endpoints share."""
-    # The data folder holds signing keys and the operator's token: 0700 before anything is written to it.
+    # The data folder holds signing keys and the operator's token, so it gets mode 0700 before they are
+    # written.
     make_private(settings.data_dir)
     if settings.private_dir is not None:
         make_private(settings.private_dir)
-    if settings.blob_bucket is None:  # nginx may read the blobs' folder, but not what devices share
+    if settings.blob_bucket is None:  # nginx may read the folder of the blobs, but not the devices' uploads
         make_private(settings.blob_root / "uploads")
     for folder in (settings.blob_root, settings.model_root, settings.corpus_root):
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +172,8 @@ def _open_service(settings: Settings) -> Service:
     return Service(
         settings=settings,
         database=Database(url),
-        # An HTTP request waits for the store, so it retries once only; workers retry for longer.
+        # A caller waits while the service retries a call of the blob store, so it retries only once. Workers
+        # retry for longer.
         blobs=open_blobs(settings, attempts=2),
         seal=keys.Seal(settings.keys_dir),
         sign_ins=RateLimit(settings.sign_ins_per_minute, clock=time.monotonic),
@@ -207,17 +215,17 @@ def _complete(app: FastAPI) -> dict[str, Any]:
     schemas["Problem"] = problem
     for item in document["paths"].values():
         for operation in item.values():
-            # FastAPI documents `T | None` as a nullable parameter.
+            # FastAPI documents an optional parameter (`T | None`) as one that may be null.
             for parameter in operation.get("parameters", ()):
                 _drop_null(parameter)
-    # FastAPI always adds its own error schemas. We answer problems instead.
+    # FastAPI always adds its own error schemas, but this service answers with problems instead.
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     return document
 
 
 def _drop_null(parameter: dict[str, Any]) -> None:
-    """Remove `null` from a parameter's types. An optional parameter is left out, not sent as null."""
+    """Remove `null` from a parameter's types, because a client omits a parameter and cannot send null."""
     schema = parameter["schema"]
     kinds = [kind for kind in schema.pop("anyOf", ()) if kind != {"type": "null"}]
     if kinds:

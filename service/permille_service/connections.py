@@ -1,25 +1,25 @@
 """Limits of the API's connections: their number, and the time that a request may take to arrive.
 
 uvicorn has no deadline for a request's head or body, and its `limit_concurrency` also refuses health
-checks. This module therefore adds a listening socket that counts connections, and a protocol on top of
-uvicorn's that tracks the state of each connection. hypercorn only limits single reads. granian limits the
-head, but neither bodies nor connections.
+checks. Other servers do not help: hypercorn only limits the time of a single read, and granian limits neither
+bodies nor connections. This module therefore adds a listening socket that counts connections, and a subclass
+of uvicorn's protocol that tracks the state of each connection.
 
 Rules:
 - A connection counts from `accept` until its descriptor is closed. This includes a TLS handshake.
 - One limit applies to all connections together and stays below the limit of open files. A second limit
   applies to each address. Trusted proxies have no limit of their own.
 - At a limit, a stalled connection is evicted to admit a new one. A connection is stalled while the service
-  waits for its head, for its body, or for the client to read the answer. Those that wait for a head go
-  first, and among equals the one that has waited longest.
+  waits for the head or the body of a request, or for the client to read the answer. Connections that wait for
+  a head are evicted first. Of several such connections, the one that has waited longest goes first.
 - If an address is at its limit, one of its own connections is evicted. At the total limit, the victim
   comes from the address with the most stalled connections.
-- If no connection is stalled, the new one is refused: 429 at the limit of its address, 503 at the total
-  limit. Health checks are still answered.
-- A head must arrive within `header_s` of the connection's start or of the last answer.
-- A body must arrive within `body_s` plus the time that its bytes take at `UPLOAD_BYTES_PER_S`. Time in
-  which the service does not read is not counted.
-- A client that reads nothing of its answer for `STALL_S` is disconnected.
+- If no connection is stalled, the request on the new one is answered with 429 at the limit of its address,
+  and with 503 at the total limit. Health checks are still answered.
+- A head must arrive within `header_s` seconds of the connection's start or of the last answer.
+- A body must arrive within `body_s` seconds, plus the time that its bytes take at `UPLOAD_BYTES_PER_S`. Time
+  in which the service does not read is not counted.
+- A client that does not read its answer for `STALL_S` seconds is disconnected.
 """
 
 import asyncio
@@ -47,11 +47,11 @@ REQUEST_S: Final = 3600.0
 STALL_S: Final = 60.0
 SWEEP_S: Final = 0.5
 CLOSE_S: Final = 0.1
-"""Time between the orderly close of a connection and its abort."""
+"""Seconds between the orderly close of a connection and its abort."""
 SPARE: Final = 64
-"""Connections above the limit that are accepted so that they can be answered with a refusal."""
+"""Number of connections above the limit that are still accepted, to be answered with 429 or 503."""
 CLOSING: Final = 32
-"""Number of closing connections at which no more are accepted."""
+"""While so many connections are closing, no new ones are accepted."""
 OWN_FILES: Final = 128
 """Descriptors reserved for the database, the log and other files."""
 MAX_FILES: Final = 65_536
@@ -74,10 +74,10 @@ def raise_file_limit() -> int:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Connection:
-    """State of a connection: its address, the start of its wait for a head, and its refusal if any."""
+    """State of a connection: the key of its address, the start of its wait for a head, and its refusal."""
 
     key: str
-    # Weak, since the event loop owns the socket: a strong one would keep its descriptor open.
+    # The event loop owns the socket. A strong reference would keep its descriptor open.
     socket: "weakref.ref[socket.socket]"
     since: float = 0.0
     refusal: ProblemType | None = None
@@ -95,8 +95,9 @@ class Connections:
         self._most_of_one = settings.max_connections_per_address
         self._proxies = settings.proxy_networks
         self._open: dict[int, Connection] = {}
-        # Dicts serve as ordered sets: the first key has waited longest.
+        # These dicts serve as ordered sets. The first connection in each has waited longest.
         self._waiting: dict[Connection, None] = {}
+        # Connections whose client must send a body or read its answer.
         self._owing: dict[Connection, None] = {}
         self._count_of: Counter[str] = Counter()
         self._closing: set[Connection] = set()
@@ -104,14 +105,18 @@ class Connections:
 
     @property
     def busy_closing(self) -> bool:
-        """Return whether closing connections must be released before others are accepted."""
+        """Return whether so many connections are closing that no new ones are accepted."""
         return len(self._closing) >= CLOSING
 
     def admit(self, plain: socket.socket, host: str) -> socket.socket | None:
-        """Count an accepted socket, and evict another one if needed. Return None if it was closed."""
+        """Count an accepted socket, and evict another connection if needed.
+
+        Return the counted socket, or None if it was closed because even `SPARE` connections are used up.
+        """
         key = address_key(host)
         refusal = longest = None
-        # This limit is tried first, so that a crowd at one address evicts only its own connections.
+        # Check the limit of the address first, so that an address with too many connections evicts only its
+        # own.
         if self._count_of[key] >= self._most_of_one and not self._is_proxy(host):
             refusal, longest = ProblemType.TOO_MANY_REQUESTS, self._longest(key)
         elif len(self._open) >= self._most:
@@ -123,7 +128,7 @@ class Connections:
             elif len(self._open) >= self._most + SPARE:
                 plain.close()
                 return None
-        # The descriptor moves to a class of ours, which tells when it is closed.
+        # Move the descriptor to a socket that reports when it is closed.
         counted = _Counted(plain.family, plain.type, plain.proto, fileno=plain.detach())
         connection = Connection(key=key, socket=weakref.ref(counted), refusal=refusal)
         counted.finalizer = weakref.finalize(counted, self._forget, counted.fileno(), connection)
@@ -140,7 +145,7 @@ class Connections:
         return connection
 
     def wait(self, connection: Connection) -> None:
-        """Note that the connection waits for a head. A wait that has begun keeps its start."""
+        """Note that the connection waits for a head. If it waits already, the start of its wait stays."""
         if connection in self._waiting:
             return
         self._owing.pop(connection, None)
@@ -169,12 +174,12 @@ class Connections:
             connection.protocol.refuse(problem, detail)
         elif (handshaking := connection.socket()) is not None:
             try:
-                handshaking.shutdown(socket.SHUT_RDWR)  # the event loop, whose socket it is, closes it
+                handshaking.shutdown(socket.SHUT_RDWR)  # the event loop owns the socket and closes it
             except OSError:
                 return
 
     def _sweep(self) -> None:
-        # Connections stand in the order in which they began to wait, so the first young one ends the search.
+        # Connections are ordered by the start of their wait. All after the first recent one are recent, too.
         late = time.monotonic() - self.header_s
         for connection in list(self._waiting):
             if connection.since > late:
@@ -188,7 +193,7 @@ class Connections:
         self.answer(connection)
         self._closing.discard(connection)
         self._open.pop(descriptor, None)
-        # Entries at zero are removed, or each address that ever connected would stay in memory.
+        # Remove counts that reach zero. Otherwise each address that ever connected would stay in memory.
         self._count_of[connection.key] -= 1
         if self._count_of[connection.key] <= 0:
             del self._count_of[connection.key]
@@ -196,7 +201,8 @@ class Connections:
     def _longest(self, key: str | None = None) -> Connection | None:
         """Return the stalled connection to evict, or None.
 
-        With a key, it is of that address. Otherwise it is of the address with the most stalled connections.
+        Args:
+            key: the address whose connections are considered. None: the address with the most stalled ones.
         """
         if key is None:
             keys = Counter(connection.key for crowd in (self._waiting, self._owing) for connection in crowd)
@@ -264,7 +270,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # the base class forgets it where the connection was reset
+        self._unset_keepalive_if_required()  # the base class does not do this if the connection was reset
         for timer in (self._timing, self._stalling):
             if timer is not None:
                 timer.cancel()
@@ -301,7 +307,7 @@ class LimitedProtocol(H11Protocol):
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        # A silent connection is a keep-alive that the client may reuse. An unasked answer would confuse it.
+        # On an idle connection, the client has sent no request. An answer to none would confuse it.
         begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
         if begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             path = self.scope["path"] if self.conn.their_state is h11.SEND_BODY else "/"
@@ -316,18 +322,18 @@ class LimitedProtocol(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and not cycle.response_complete:
-            # The application that waits for the body must see the end, as if the client had left.
+            # The application may wait for the body. Tell it that no more comes, as if the client had left.
             cycle.disconnected = True
             cycle.message_event.set()
         if self.conn.their_state is h11.SEND_BODY and self.transport.can_write_eof():
-            # An immediate close would reset the connection while the body arrives, and lose the answer.
+            # The body is still arriving. An immediate close would reset the connection and lose the answer.
             self.transport.write_eof()
         else:
             self.transport.close()
         self.loop.call_later(CLOSE_S, self.transport.abort)
 
     def _note_state(self) -> None:
-        """Classify the connection: it must send a head, send a body, read its answer, or nothing."""
+        """Note what the service waits for: a head, a body, a client that reads its answer, or nothing."""
         if self._connection is None or self.transport.is_closing():
             return
         state = self.conn.their_state
@@ -346,11 +352,12 @@ class LimitedProtocol(H11Protocol):
         self._timing = None
         if self.conn.their_state is not h11.SEND_BODY or self._refused or self.transport.is_closing():
             return
-        # Back-pressure is our own doing: time in which we do not read is not the client's.
+        # While the service does not read (back-pressure), the client cannot send, so this time is not
+        # counted.
         if not self.flow.read_paused:
             self._body_s += SWEEP_S
         allowed_s = self.limits.body_s + self._body_bytes / UPLOAD_BYTES_PER_S
-        # A slow but honest upload earns time with each byte, up to an hour in all.
+        # Each byte that arrives extends the deadline, up to an hour in all.
         if self._body_s > min(allowed_s, REQUEST_S):
             self.refuse(ProblemType.REQUEST_TIMEOUT, _TOO_SLOW)
             return
@@ -358,7 +365,7 @@ class LimitedProtocol(H11Protocol):
 
 
 def protocol_of(connections: Connections) -> type[LimitedProtocol]:
-    """Return a protocol class bound to these connections, since uvicorn itself makes the instances."""
+    """Return a protocol class with these connections as its `limits`. uvicorn makes the instances itself."""
 
     class Bound(LimitedProtocol):
         pass
@@ -369,7 +376,7 @@ def protocol_of(connections: Connections) -> type[LimitedProtocol]:
 
 def _refusing(app: ASGIApp, problem: ProblemType) -> ASGIApp:
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        # An orchestrator must not restart a service because it is busy.
+        # Health checks pass, so that an orchestrator does not restart a service that is only busy.
         if scope["path"] in HEALTH_PATHS:
             await app(scope, receive, send)
             return

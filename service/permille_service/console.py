@@ -1,8 +1,8 @@
 """The console and the health checks of the service.
 
-The console is Swagger UI on the service's own OpenAPI document. Its files are vendored, so it needs no
-network. Anybody may call the health checks. They test whether the service can write, since a database on a
-full disk still reads.
+The console is Swagger UI, which shows the service's own OpenAPI document. Its files are part of this package,
+so it needs no network. Anybody may call the health checks. They test whether the service can write, because
+a database on a full disk can still be read.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ PAGE: Final = """<!doctype html>
 
 EVERY_S: Final = 2.0
 ANSWER_S: Final = 4.0
-"""Less than the probes of `deploy` wait."""
+"""Seconds until a health check gives up. The probes in the folder `deploy` wait longer than this."""
 PROBE_BYTES: Final = 64 * 1024
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def console() -> HTMLResponse:
 async def get_health(request: Request) -> Health:
     """Return whether the service can read and write its database and its blobs.
 
-    The check runs at most every two seconds. The answer comes within four.
+    The check runs at most every two seconds. The answer comes within four seconds.
     """
     writes: WriteCheck = request.app.state.writes
     problem = await writes.problem()
@@ -82,13 +82,15 @@ async def get_health(request: Request) -> Health:
 
 @router.get("/livez", dependencies=[PUBLIC])
 async def livez() -> Health:
-    """Report that the process answers. If it does not, restart it. Disks and database are not checked."""
+    """Report that the process is alive. If it does not answer, restart it. Disks and the database are not
+    checked."""
     return Health(status="ok", version=__version__)
 
 
 @router.get("/readyz", dependencies=[PUBLIC])
 async def readyz(request: Request, service: Served) -> Health:
-    """Return whether to send requests here: like health, but not while the process stops."""
+    """Return whether to send requests to this process. The check is that of `/v1/health`, but it also fails
+    while the process stops."""
     if service.draining.is_set():
         raise ApiError(ProblemType.UNAVAILABLE, "the process is stopping")
     return await get_health(request)
@@ -96,10 +98,10 @@ async def readyz(request: Request, service: Served) -> Health:
 
 @dataclass(slots=True)
 class WriteCheck:
-    """A check that blobs and rows can be written, at most every two seconds and one at a time.
+    """A check that blobs and rows can be written. It runs at most every two seconds.
 
-    All callers share one running check, so a server that hangs holds a single thread. This thread does not
-    come from the pool of requests, whose threads may all be busy.
+    Only one check runs at a time, and all callers wait for it. So a store that hangs blocks a single thread.
+    This thread does not come from the pool that serves requests, whose threads may all be busy.
     """
 
     database: Database
@@ -135,7 +137,7 @@ class WriteCheck:
             check_writable(self.database)
         except (OSError, DBAPIError, NoConnectionError) as exc:
             return fault_of(exc) or type(exc).__name__
-        except PermilleError as exc:  # of the bucket
+        except PermilleError as exc:  # from the bucket
             return str(exc)
         return None
 
@@ -147,7 +149,7 @@ def root() -> RedirectResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Add the console's files and its check of the disk."""
+    """Add the console's files, and the check that the health routes share."""
     service: Service = app.state.service
     app.state.writes = WriteCheck(service.database, service.blobs)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

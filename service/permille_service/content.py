@@ -1,14 +1,15 @@
 """Responses with the bytes of a blob: ETag, conditional requests and one byte range (RFC 9110, 8, 13, 14).
 
-A digest identifies the content, so the ETag of a blob never changes and caches may keep it for ever. A
-Range header with several ranges, or a malformed one, is ignored as the RFC allows. The whole content is
-sent then.
+A digest identifies the content, so the ETag of a blob never changes, and caches may keep the blob for ever.
+A Range header that is malformed or has several ranges is ignored, as the RFC allows. The answer then has the
+whole content.
 
-Permissions and conditions are checked here. A setting selects the sender of the bytes:
+The API checks permissions and conditions. The setting `downloads` selects who sends the bytes:
 
-- `serve`: the API sends them, from the folder or from the bucket;
-- `accel`: nginx sends a folder's blobs, after an X-Accel-Redirect;
-- `redirect`: the bucket sends the blobs of packages, by an address that is signed for some minutes.
+- `serve`: the API sends them, from the folder or from the bucket.
+- `accel`: nginx sends them from the folder. The API only answers with an X-Accel-Redirect header.
+- `redirect`: the bucket sends the blobs of packages. The API redirects to a signed URL, valid for some
+  minutes.
 """
 
 import re
@@ -30,14 +31,14 @@ from permille_service.settings import Downloads
 Responses = dict[int | str, dict[str, Any]]
 
 ACCEL_PREFIX: Final = "/permille-blobs/"
-"""Internal location of nginx for the folder of the blobs."""
+"""Internal location in the configuration of nginx that maps to the folder of the blobs."""
 CACHE_CONTROL: Final = "private, max-age=31536000, immutable"
 NOT_MODIFIED: Final[Responses] = {304: {"description": "the client has this content already"}}
 _RANGE: Final = re.compile(r"bytes=(\d{0,19})-(\d{0,19})", re.ASCII)
 
 
 def body_of(description: str, *media_types: str) -> dict[str, Any]:
-    """Return the OpenAPI description of an answer's bytes, which may be of these types."""
+    """Return the OpenAPI description of an answer whose body has one of these media types."""
     content = {
         name: {
             "schema": {"type": "object"} if name.endswith("json") else {"type": "string", "format": "binary"}
@@ -63,10 +64,12 @@ def blob_response(
     """Return the response to GET or HEAD of a stored blob.
 
     Args:
-        may_redirect: the client follows a redirect to another host.
+        may_redirect: whether the client can follow a redirect to another host.
 
     Raises:
-        ApiError: `unavailable` if the store lacks the blob; `precondition-failed`, `range-not-satisfiable`.
+        ApiError: `unavailable`: the store lacks the blob.
+            `precondition-failed`: If-Match names another ETag.
+            `range-not-satisfiable`: the range is outside of the blob.
         RetryableError: the bucket does not answer.
         OperatorError: the bucket refuses the service's credentials.
     """
@@ -74,7 +77,8 @@ def blob_response(
     try:
         size = blobs.size(digest)
     except PackageError as exc:
-        # A row names it, so the store has lost it or is still being copied: not the client's mistake.
+        # A row of the database names the blob. So the store has lost it, or is still being copied from
+        # elsewhere. This is not the client's mistake.
         raise ApiError(ProblemType.UNAVAILABLE, f"the blob {digest} is not in the blob store") from exc
     etag = f'"{digest}"'
     headers = {"ETag": etag, "Cache-Control": CACHE_CONTROL}
@@ -82,7 +86,7 @@ def blob_response(
     if if_match is not None and not _matches(if_match, etag):
         raise ApiError(
             ProblemType.PRECONDITION_FAILED,
-            f"If-Match names another version; this one is {etag}.",
+            f"If-Match names another version. The ETag of this blob is {etag}.",
             headers={"ETag": etag},
         )
     if_none_match = request.headers.get("if-none-match")
@@ -90,12 +94,12 @@ def blob_response(
     if if_none_match is not None and _matches(if_none_match, etag, weak=True):
         return Response(status_code=304, headers=headers)
     gets = request.method == "GET"
-    # RFC 9110, 14.2: a Range header means something with GET only.
+    # RFC 9110, 14.2: a Range header is ignored unless the method is GET.
     asked = _asked_range(request, etag, size) if gets else None
     if may_redirect and gets and downloads is Downloads.REDIRECT:
         address = blobs.opened_by(digest, media_type)
         if address is not None:
-            headers["Cache-Control"] = "no-store"  # the address is not for long, the blob is for ever
+            headers["Cache-Control"] = "no-store"  # the signed URL expires after some minutes
             return RedirectResponse(address, 307, headers)
     if service.settings.blob_bucket is not None:
         headers |= {"Accept-Ranges": "bytes", "Content-Type": media_type}
@@ -103,7 +107,7 @@ def blob_response(
             return _stream_from_bucket(blobs, digest, size, asked, headers)
         return Response(headers={**headers, "Content-Length": str(size)})
     path = blobs.path(digest)
-    # nginx would compare an If-Match again, with an ETag that it has not.
+    # nginx would check If-Match again, against an ETag of its own, and refuse the request.
     if gets and downloads is Downloads.ACCEL and if_match is None:
         headers["X-Accel-Redirect"] = ACCEL_PREFIX + path.relative_to(blobs.root).as_posix()
         return Response(headers=headers, media_type=media_type)
@@ -119,19 +123,19 @@ def _stream_from_bucket(
         headers["Content-Range"] = f"bytes {asked.start}-{asked.stop - 1}/{size}"
     headers["Content-Length"] = str(len(part))
     body = blobs.stream(digest, part.start, part.stop)
-    first = next(body, b"")  # what fails before it is still a problem, not a body that breaks off
+    first = next(body, b"")  # an error until here is answered with a problem; later it would cut the body
     return StreamingResponse(chain((first,), body), status, headers)
 
 
 class _Blob(FileResponse):
-    """A file response that ignores a Range header unless it was checked before."""
+    """A file response that ignores the Range header, unless `_asked_range` has accepted it (`ranged`)."""
 
     def __init__(self, *arguments: Any, ranged: bool, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._ranged = ranged
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file, or the checked range of it."""
+        """Send the file or the requested range."""
         if not self._ranged:
             headers = MutableHeaders(scope=scope)
             del headers["range"]
@@ -140,17 +144,17 @@ class _Blob(FileResponse):
 
 
 def _asked_range(request: Request, etag: str, size: int) -> range | None:
-    """Return the requested range, or None if the whole content is to be sent.
+    """Return the requested range, or None if the whole content must be sent.
 
     Raises:
-        ApiError: `range-not-satisfiable`: the range is well formed and outside of the content.
+        ApiError: `range-not-satisfiable`: the range is well formed, but outside of the content.
     """
     header = request.headers.get("range", "")
     found = _RANGE.fullmatch(header.strip())
     if found is None or found.group(1) == found.group(2) == "":
         return None
     if request.headers.get("if-range", etag).strip() != etag:
-        return None  # the client's part belongs to other content
+        return None  # If-Range names other content, so the client needs all of this one
     first, last = found.groups()
     # RFC 9110, 14.1.1: a range whose end lies before its start is malformed, so it is ignored.
     if first and last and int(last) < int(first):

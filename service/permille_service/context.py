@@ -1,4 +1,4 @@
-"""The objects that all endpoints share, as one record and as a dependency.
+"""The objects that all endpoints share: a record of them, and a dependency that provides it.
 
 def list_devices(service: Served) -> Page[Device]: ...
 """
@@ -29,7 +29,7 @@ class Service:
     streams: Slots
     trust_keys: keys.TrustKeys
     round_keys: keys.RoundKeys
-    dispatcher: CeleryDispatcher | None  # None: local workers find a job's row by themselves
+    dispatcher: CeleryDispatcher | None  # None: there is no broker, and workers find jobs in the database
     draining: threading.Event = field(default_factory=threading.Event)
     """Set when the process begins to stop."""
 
@@ -40,7 +40,7 @@ class Service:
 
 async def service_of(request: Request) -> Service:
     """Return the service that this app was made with."""
-    # `async`, so that it takes no thread: health has to do without.
+    # This is `async` to need no thread, because health checks must also work while all threads are busy.
     service: Service = request.app.state.service
     return service
 

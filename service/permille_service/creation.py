@@ -1,11 +1,12 @@
 """Idempotent creation: a request repeated with its `Idempotency-Key` gets the first answer again.
 
-An answer is sealed and stored for a day, in the transaction that creates the object. For a job, the job's row
-serves as the answer and stores the key. Before a job is created, its request is checked against the machine.
-Workers are told after the commit.
+An answer is encrypted and stored for a day, in the transaction that creates the object. For a job, the job's
+row serves as the answer and stores the key. Before a job is created, preflight compares what its request
+needs with the machine. Workers are told about the job after the commit.
 
 If the object is removed, its key is refused for the rest of the day. The first answer would name a missing
-object, and a late request must not undo a removal. A client that wants the object again sends a new key.
+object, and a late repetition of the request must not create the object again. A client that wants the object
+again sends a new key.
 """
 
 import hashlib
@@ -88,20 +89,21 @@ class Creation:
         *,
         private: bool = False,
     ) -> Answer:
-        """Run `make` in a write transaction, or return the answer that was kept under the key.
+        """Run `make` in a write transaction, or return the answer that is stored under the key.
 
         Args:
             private: the answer holds a secret, so only the same token gets it again.
 
         Raises:
             ApiError: `idempotency-conflict`: the key was used for another request, or its object was removed.
-            Exception: any error of `make`. Nothing is stored then.
+            Exception: any error of `make`. In this case nothing is stored.
         """
-        # The digest of a secret names the token. Another operator with the same key gets a conflict.
+        # The digest of a private answer covers the operator's token. Another operator who sends the same key
+        # gets a conflict.
         operation = f"{self.operation} {self.operator.token_id}" if private else self.operation
         digest = hashlib.sha256(f"{operation}\0{body.model_dump_json()}".encode()).hexdigest()
         tenant_id, key, seal = self.operator.tenant_id, self.key, self.service.seal
-        # The seal covers tenant and key: a row that is copied to another key does not open.
+        # The encryption covers tenant and key, so a row that is copied to another key cannot be decrypted.
         context = f"{tenant_id}\0{key}"
 
         def work(session: Session) -> Answer:
@@ -116,7 +118,7 @@ class Creation:
                 # The name may be taken by this very request, which another process has just finished.
                 if key is None or self._find_kept(session, digest) is None:
                     raise
-                raise ChangedError("The name is taken by an earlier sending of this request.") from exc
+                raise ChangedError("An earlier copy of this request has taken the name.") from exc
             answer = self._audit(session, made, body)
             if key is not None:
                 self._keep(session, digest, seal.close(answer.model_dump_json().encode(), context))
@@ -144,8 +146,8 @@ class Creation:
     def start(self, kind: JobKind, request: Closed, *, again: bool) -> Job:
         """Store a job and tell workers. The same key and request return the same job.
 
-        Unless `again` is set, the job of an equal request is returned if it has succeeded, and its result
-        and corpora are unchanged. Parts of a build are reused in the same way.
+        Unless `again` is set, an earlier job is returned if it had an equal request, has succeeded, and its
+        result and corpora are unchanged. Parts of a build are reused in the same way.
 
         Raises:
             ApiError: `idempotency-conflict`, or the reason why the request is refused.
@@ -158,7 +160,7 @@ class Creation:
             idempotency_key=self.key,
         )
         digest = request_digest(new.kind, new.payload)
-        # Cheap answers come first: the check of the machine costs more.
+        # Look for an earlier job first, because preflight costs more.
         with self.service.database.read() as session:
             repeated = self._find_repeated(session, new, digest) is not None
             found = None if repeated or again else self._find_equal(session, digest)
@@ -179,12 +181,12 @@ class Creation:
             queue.check_room(session, tenant_id=tenant_id, limit=limit)
             row = queue.submit(session, new, None if again else self._find_part)
             record = self._audit(session, present(session, row), request)
-            if self.key is not None:  # so that the key is refused if the job is removed within the day
+            if self.key is not None:  # the key must still be refused if the job is removed within the day
                 self._keep(session, digest, b"")
             return record
 
         record = self.service.database.transact(work)
-        # After the commit, or a worker could look for a job that is not there yet.
+        # Tell workers after the commit. Before it, a worker would not find the job.
         dispatch(self.service.dispatcher, record.children or [record.id])
         self.response.headers["Location"] = f"/v1/jobs/{record.id}"
         return record
@@ -203,12 +205,13 @@ class Creation:
         return self._find_equal(session, part.request_digest)
 
     def _find_repeated(self, session: Session, new: NewJob, digest: str) -> tables.Job | None:
-        """Return the job of the key.
+        """Return the job that was created with the key, or None.
 
         Raises:
             ApiError: the key was used for another request, or its job was removed.
         """
-        # Read the answer before the job. In the other order, a commit in between looks like a removed job.
+        # Read the answer before the job. In the other order, a commit between the two reads would look like
+        # a removed job.
         kept = None if self.key is None else self._find_kept(session, digest)
         try:
             row = queue.find_submitted(session, new)
@@ -267,7 +270,7 @@ class Creation:
 
 
 def _path_below(answer: BaseModel) -> str:
-    """Return the last part of an object's path, after the path of its list."""
+    """Return the part of an object's path that follows the path of its list."""
     if isinstance(answer, Release):
         return f"{answer.name}/versions/{answer.version}"
     name = getattr(answer, "id", None) or getattr(answer, "name", None)

@@ -1,9 +1,9 @@
-"""A request as a form for people: one flat option for each value of the request.
+"""A request as a form for people: a flat list of options, one for each value of the request.
 
-A request may be a union of models (the methods of a mask), and may hold other models (the parts of a build).
-An option takes its name from its field and its help from the field's description. In place of an id, it
-accepts a name. The command line (`permille_service.cli.forms`) and the page (`permille_service.pages.forms`)
-show the same options.
+A request is a Pydantic model. It may be a union of models (one for each method of a mask), and may hold other
+models (one for each part of a build). An option takes its name from its field, and its help from the field's
+description. Where a field holds an id, the option also accepts the name of the object. The command line
+(`permille_service.cli.forms`) and the page (`permille_service.pages.forms`) show the same options.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,10 @@ from pydantic.fields import FieldInfo
 from permille.schemas.fields import Flag
 
 IdOf = Callable[[str, str], str]
-"""Return the id of an object. The arguments are a collection, and the object's name or id."""
+"""A function that returns the id of an object.
+
+Its arguments are a collection, and the object's name or id.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +29,16 @@ class RequestOption:
     """A value of a request.
 
     Attributes:
-        flag: for example `--density`. For a field with an id, the name of the object: `--corpus`.
-        place: names of the nested fields that lead to the value.
+        flag: the option on the command line, for example `--density`, or `--corpus` for the field
+            `corpus_id`.
+        place: the names of the nested fields that lead to the value, from the outermost to the innermost.
         value_type: `str`, `int`, `float` or `bool`. If `many` is set, the type of one element.
         choices: all allowed values, if the field is an enumeration.
-        default: None if the service chooses the value, or if it may be left out.
-        required: whether every form of the request needs the value.
-        names: the collection that the id belongs to, or None if the field holds no id.
-        optional: whether the value belongs to a part that is absent if none of its values are given.
+        default: the value if none is given. None: the service chooses the value, or needs none.
+        required: whether every member of a union of requests needs the value.
+        names: the collection that the id belongs to, for example `corpora`. None: the field holds no id.
+        optional: whether the value belongs to a nested model that is left out if none of its values are
+            given.
         many: whether the option may be repeated.
     """
 
@@ -50,7 +55,7 @@ class RequestOption:
 
     @property
     def parameter(self) -> str:
-        """Return the name of the command's parameter, and of the page's form field."""
+        """Return the name of the command's parameter. The form field of the page has the same name."""
         return "_".join(self.place)
 
 
@@ -62,9 +67,9 @@ class Form:
     arguments: tuple[str, ...] = ()
 
     def body(self, given: dict[str, object], id_of: IdOf) -> dict[str, Any]:
-        """Remove the options' values from `given`, and return the body of the request with ids for names.
+        """Take the options' values out of `given`, and return the body of the request. Names become ids.
 
-        Enumerations are always part of the body, since one of them may select the form of the request.
+        Enumerations are always part of the body, because one of them may select the member of a union.
         """
         body: dict[str, Any] = {}
         values = {option.place: given.pop(option.parameter) for option in self.options}
@@ -84,12 +89,15 @@ class Form:
 
 
 def flag_of(field: str) -> str:
-    """Return the usual option of a field, for example `--corpus` of `corpus_id`."""
+    """Return the usual option of a field, for example `--corpus` for `corpus_id`."""
     return "--" + field.removesuffix("_id").removesuffix("_digest").replace("_", "-")
 
 
 def form_of(request: Any, *arguments: str) -> Form:
-    """Return the options of a request in the order of its fields. Fields of several union members merge."""
+    """Return the options of a request in the order of its fields.
+
+    If several members of a union have the same field, they share one option.
+    """
     found: dict[tuple[str, ...], RequestOption] = {}
     for option in _options(request, (), required=True):
         earlier = found.get(option.place, option)
@@ -121,7 +129,7 @@ def _option(info: FieldInfo, place: tuple[str, ...], *, required: bool) -> Reque
     thing, _, suffix = place[-1].rpartition("_")
     of = thing.rpartition("_")[2] if suffix in ("id", "digest") else None
     flag = next((marker.name for marker in info.metadata if isinstance(marker, Flag)), None)
-    # Which form of a request it is: the first one unless told.
+    # A literal field selects the member of a union. Its default is its first value.
     first = choices[0] if get_origin(info.annotation) is Literal else None
     default = first if info.is_required() else info.default
     return RequestOption(
@@ -138,7 +146,7 @@ def _option(info: FieldInfo, place: tuple[str, ...], *, required: bool) -> Reque
 
 
 def _models(form: Any) -> tuple[type[BaseModel], ...]:
-    """Return the models that an annotation allows. A plain value has none."""
+    """Return the models that an annotation allows. The result is empty for a plain value."""
     if isinstance(form, type):
         return (form,) if issubclass(form, BaseModel) else ()
     return tuple(model for part in _parts(form) for model in _models(part))

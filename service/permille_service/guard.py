@@ -1,8 +1,8 @@
 """Middleware that every request goes through before its route.
 
-It checks the Host header, limits the size of the body, and adds security headers for browsers. The
-Host check keeps a page of another site from reaching a service on loopback through DNS rebinding. There is no
-CORS: no other origin may read an answer.
+It checks the Host header, limits the size of the body, and adds security headers for browsers. Without the
+check of the Host header, a page of another site could reach a service on loopback through DNS rebinding. The
+service sends no CORS headers, so pages of other origins cannot read its answers.
 """
 
 import re
@@ -32,12 +32,12 @@ CONSOLE_POLICY: Final = (
 _HEADERS: Final = tuple((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items())
 _PRIVATE_HEADERS: Final = (*_HEADERS, (b"cache-control", b"no-store"))
 _HSTS: Final = (b"strict-transport-security", b"max-age=63072000")
-"""Header for a process with a certificate. A proxy in front sends its own."""
+"""Header that the process sends if it has a certificate. A proxy that handles TLS sends its own header."""
 _LOG_PATH = re.compile(r"/v1/runs/[^/]+/log", re.ASCII)
 
 
 class Guard:
-    """Pure ASGI middleware: refuses foreign hosts and large bodies, adds the security headers."""
+    """Pure ASGI middleware that refuses unknown hosts and large bodies, and adds the security headers."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
@@ -51,7 +51,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Answers of the API may hold secrets, so no cache keeps them. Pages and scripts may be kept.
+        # Answers of the API may hold secrets, so caches must not keep them. They may keep pages and scripts.
         wanted = _PRIVATE_HEADERS if scope["path"].startswith("/v1/") else _HEADERS
         if scope["scheme"] == "https" and self._settings.tls_certificate is not None:
             wanted = (*wanted, _HSTS)
@@ -69,7 +69,7 @@ class Guard:
         if host not in self._hosts:
             detail = "The service does not answer to this host name. Add it with `permille up --allow-host`."
             return problem_response(path, ProblemType.MISDIRECTED, detail)
-        # A body without a declared length is counted while it arrives, in `_limited`.
+        # If the header declares no length, `_limited` counts the bytes of the body while they arrive.
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > limit:
             return problem_response(
@@ -78,7 +78,8 @@ class Guard:
         return None
 
     def _body_limit(self, scope: Scope) -> int:
-        # Shared logs are the only large bodies of devices; blobs come from workers.
+        # Only the logs and states that devices share are large. Blobs do not arrive over HTTP: workers write
+        # them to the store.
         log = scope["method"] == "PUT" and _LOG_PATH.fullmatch(scope["path"])
         return self._settings.max_log_bytes if log else MAX_BODY_BYTES
 
@@ -91,7 +92,7 @@ def _limited(receive: Receive, limit: int) -> Receive:
         message = await receive()
         seen += len(message.get("body", b""))
         if seen > limit:
-            # The rest of the body is not read, so the connection cannot serve another request.
+            # The rest of the body remains unread, so this connection cannot be used for another request.
             raise ApiError(ProblemType.TOO_LARGE, _too_large(limit), headers={"Connection": "close"})
         return message
 
@@ -111,7 +112,7 @@ def _host_name(host: str) -> str:
         >>> _host_name("[::1]")
         '[::1]'
     """
-    # The last colon: an IPv6 address without a port has colons of its own.
+    # Split at the last colon, because an IPv6 address contains colons itself.
     name, _, port = host.lower().rpartition(":")
     return name if name and port.isdecimal() else host.lower()
 

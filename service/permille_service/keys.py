@@ -1,4 +1,7 @@
-"""Private keys, made at their first use, stored below the data folder, readable by their owner only."""
+"""Private keys.
+
+Each is generated at its first use and stored below the data folder, readable by its owner only.
+"""
 
 import logging
 import os
@@ -19,25 +22,31 @@ NONCE_BYTES = 12
 
 
 class TrustKeys:
-    """The private keys of TUF roles. Each tenant has a folder, and each key a file named by its id."""
+    """The private keys of TUF roles.
+
+    Each tenant has a folder. The file of a key is named after the key's id.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "trust"
 
     def signers(self, tenant_id: str) -> dict[str, Signer]:
-        """Return the service's signing keys by key id. Raises OperatorError if a file was changed."""
+        """Return the tenant's signing keys by key id. Raises OperatorError if a file was changed."""
         found: dict[str, Signer] = {}
         for path in sorted((self._folder / tenant_id).glob("*.key")):
             key = Ed25519PrivateKey.from_private_bytes(_read_private(path))
             signer = CryptoSigner(key)
-            # A renamed or swapped file would sign as another role.
+            # A file that was renamed or swapped would sign for the wrong role.
             if signer.public_key.keyid != path.stem:
-                raise OperatorError(f"{path} holds the key {signer.public_key.keyid}, not {path.stem}.")
+                raise OperatorError(
+                    f"{path} holds the key {signer.public_key.keyid}, not {path.stem}. Rename it back, or "
+                    "restore it from a backup."
+                )
             found[path.stem] = signer
         return found
 
     def make(self, tenant_id: str) -> CryptoSigner:
-        """Make a key and store it, before any metadata names it."""
+        """Make a key and store it. Call this before any metadata names the key."""
         key = Ed25519PrivateKey.generate()
         signer = CryptoSigner(key)
         path = self._folder / tenant_id / f"{signer.public_key.keyid}.key"
@@ -45,7 +54,7 @@ class TrustKeys:
         return signer
 
     def drop(self, tenant_id: str, key_ids: Iterable[str]) -> None:
-        """Delete keys. The caller checks that no role names them."""
+        """Delete keys. The caller must have checked that no role names them."""
         for key_id in key_ids:
             (self._folder / tenant_id / f"{key_id}.key").unlink(missing_ok=True)
 
@@ -53,14 +62,15 @@ class TrustKeys:
 class RoundKeys:
     """The private keys that sign the heads of federations. Workers have no access to them.
 
-    Each tenant has a folder, and each key a file named by the public key.
+    The head of a federation names its newest round. Each tenant has a folder, and the file of a key is named
+    after its public key.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "rounds"
 
     def make(self, tenant_id: str) -> Ed25519PublicKey:
-        """Make a key and store it, before any definition names it. Return the public key."""
+        """Make a key, store it, and return the public key. Call this before any federation names the key."""
         key = Ed25519PrivateKey.generate()
         public = key.public_key()
         path = self._path(tenant_id, public)
@@ -73,7 +83,9 @@ class RoundKeys:
         try:
             return Ed25519PrivateKey.from_private_bytes(_read_private(path))
         except FileNotFoundError as exc:
-            raise OperatorError(f"{path}, the key that signs a federation's rounds, is missing.") from exc
+            raise OperatorError(
+                f"{path}, the key that signs a federation's rounds, is missing. Restore it from a backup."
+            ) from exc
 
     def _path(self, tenant_id: str, public: Ed25519PublicKey) -> Path:
         return self._folder / tenant_id / f"{public.public_bytes_raw().hex()}.key"
@@ -90,7 +102,7 @@ class Seal:
 
     def close(self, data: bytes, context: str) -> bytes:
         """Encrypt data. `open` needs the same context."""
-        # A random nonce is safe for some billions of answers under one key, which a service never reaches.
+        # Random nonces are safe for some billions of answers under one key. A service never makes so many.
         nonce = secrets.token_bytes(NONCE_BYTES)
         return nonce + self._cipher.encrypt(nonce, data, context.encode())
 
@@ -120,24 +132,27 @@ def _read_private(path: Path) -> bytes:
 
 
 def _take_from_group(path: Path, mode: int) -> None:
-    """Remove the group's rights. Kubernetes' `fsGroup` gives all files of a volume to a group."""
+    """Remove the group's access to a key.
+
+    The `fsGroup` of Kubernetes gives a group access to whole volumes.
+    """
     try:
         path.chmod(0o600)
     except OSError as exc:
         raise OperatorError(
-            f"{path} can be read by its group ({mode:04o}) and belongs to another user. "
-            f"Keep keys on a volume that the API's user may change (PERMILLE_PRIVATE_DIR)."
+            f"The group of {path} can read it (mode {mode:04o}), and the API may not change this. "
+            f"Set PERMILLE_PRIVATE_DIR to a folder whose files the API's user owns."
         ) from exc
-    logger.warning("%s could be read by its group (%04o): it is 0600 now", path, mode)
+    logger.warning("the group of %s could read it (mode %04o); its mode is 0600 now", path, mode)
 
 
 def _write_first(path: Path, data: bytes) -> None:
-    """Write a file, unless another process that starts at the same time has written it first."""
+    """Write a file, unless another process that starts at the same time has already written it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     write_atomic(temporary, data, mode=0o600)
     try:
-        # A link fails where a rename would replace the key that the other process already uses.
+        # A link fails if the file exists. A rename would replace a key that the other process already uses.
         os.link(temporary, path)
     except FileExistsError:
         pass

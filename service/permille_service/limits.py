@@ -1,7 +1,7 @@
-"""Limits in memory: calls a minute for each key, and a number of slots for long calls.
+"""Limits that are counted in memory: the calls of each key in a minute, and the slots for long calls.
 
-Each process counts for itself, and forgets its counts at a restart. The limits slow down guessing, and keep
-one caller from using all resources. They are not quotas.
+Each process counts for itself, and forgets its counts at a restart. The limits slow down the guessing of
+secrets, and prevent one caller from using all resources. They are not quotas, which the database counts.
 """
 
 import threading
@@ -16,7 +16,7 @@ MAX_KEYS = 10_000
 
 
 class RateLimit:
-    """A token bucket for each key: `per_minute` calls a minute, in bursts of the same size.
+    """A token bucket for each key. It allows `per_minute` calls in a minute, which may all come at once.
 
     Example:
         >>> limit = RateLimit(1, clock=lambda: 0.0)
@@ -48,13 +48,15 @@ class RateLimit:
         rate = self._per_minute / 60
         with self._lock:
             at = self._clock()
-            # Popped and set again, so that the bucket moves to the end and the oldest one stands first.
+            # Remove the bucket here and insert it again below, so that the least recently used one stands
+            # first.
             tokens, since = self._buckets.pop(key, (float(self._per_minute), at))
             tokens = min(float(self._per_minute), tokens + (at - since) * rate)
             allowed = tokens >= 1
             self._buckets[key] = (tokens - 1 if allowed else tokens, at)
             if len(self._buckets) > MAX_KEYS:
-                # Callers invent keys, so memory must stay bounded. A forgotten key starts with a full bucket.
+                # Some keys come from callers, who could fill the memory with them. So the oldest bucket is
+                # dropped. If its key comes again, it starts with a full bucket.
                 self._buckets.popitem(last=False)
             return 0.0 if allowed else (1 - tokens) / rate
 
@@ -69,19 +71,21 @@ class Slots:
 
     @contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """Hold a slot. Call this in the thread of the event loop only, since it takes no lock.
+        """Hold a slot inside the `with` block. Call this only in the thread of the event loop: it has no
+        lock.
 
         Raises:
             ApiError: `too-many-requests` at the limit of the key, `unavailable` at the limit of all callers.
         """
         if self._held[key] >= self._of_one:
             raise ApiError(
-                ProblemType.TOO_MANY_REQUESTS, f"More than {self._of_one} at a time. Close one first."
+                ProblemType.TOO_MANY_REQUESTS,
+                f"More than {self._of_one} streams at a time. Close one of them first.",
             )
         if self._held.total() >= self._most:
             raise ApiError(
                 ProblemType.UNAVAILABLE,
-                f"All callers together hold {self._most}, as many as the service allows. Try again later.",
+                f"All callers together have {self._most} open streams, the maximum. Try again later.",
             )
         self._held[key] += 1
         try:
@@ -89,5 +93,5 @@ class Slots:
         finally:
             self._held[key] -= 1
             if self._held[key] == 0:
-                # A Counter keeps keys at zero.
+                # A Counter keeps keys whose count is zero, so the key would stay in memory.
                 del self._held[key]

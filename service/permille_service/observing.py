@@ -1,7 +1,8 @@
 """Observability of the API: an id for each request, and metrics for Prometheus.
 
 `GET /metrics` needs the token of `PERMILLE_METRICS_TOKEN`. If that setting is empty, the path answers 404.
-The numbers of jobs, blobs and devices come from the database. Those of requests count this process only.
+The metrics of jobs, blobs, devices and rollouts come from the database. The metrics of requests cover this
+process only.
 """
 
 import hmac
@@ -27,7 +28,7 @@ from permille_service.problems import UNANSWERED, ApiError
 
 REQUEST_ID: Final = "X-Request-ID"
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Methods that have a label of their own. Others share one, since a label is kept for ever."""
+"""Methods that have a label of their own. All others share one, because labels stay in memory for ever."""
 _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 router = APIRouter(include_in_schema=False)
 
@@ -51,7 +52,7 @@ class Observed:
             async def send_with_id(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     MutableHeaders(scope=message)[REQUEST_ID] = here.trace_id
-                    # The pattern of the route, not the path: each device id would be a label.
+                    # Use the pattern of the route. With the path, each device id would become a label.
                     route = getattr(scope.get("route"), "path", "other")
                     method = scope["method"] if scope["method"] in _METHODS else "other"
                     timer = self._requests.labels(method, route, str(message["status"]))
@@ -68,7 +69,10 @@ class _Rows(Collector):
         self._database = database
 
     def describe(self) -> list[Metric]:
-        """Return nothing, because the registry calls this at start-up and `collect` reads the database."""
+        """Return no descriptions.
+
+        Without this method, the registry would call `collect` at start-up, which reads the database.
+        """
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -88,7 +92,9 @@ def _families(found: Figures) -> Iterator[Metric]:
         waiting.add_metric((kind,), seconds)
     longest = max(found.waiting_s.values(), default=0.0)
     devices = GaugeMetricFamily(
-        "permille_devices", "Enrolled devices by what they follow.", labels=("release", "alias")
+        "permille_devices",
+        "Enrolled devices by the release and alias that they follow.",
+        labels=("release", "alias"),
     )
     for labels, count in found.devices.items():
         devices.add_metric(labels, count)
@@ -100,13 +106,15 @@ def _families(found: Figures) -> Iterator[Metric]:
         "permille_rollouts_halted", "Halted rollouts, which wait for an operator.", found.halted
     )
     yield GaugeMetricFamily(
-        "permille_queue_age_longest_seconds", "Longest wait of a job of any kind. 0: no job waits.", longest
+        "permille_queue_age_longest_seconds",
+        "How long the oldest job of any kind that could run has waited. 0: no job waits.",
+        longest,
     )
     yield GaugeMetricFamily("permille_blob_bytes", "Bytes of all blobs of artifacts.", found.blob_bytes)
     if found.unreferenced_bytes is not None and found.collected_at is not None:
         yield GaugeMetricFamily(
             "permille_blob_unreferenced_bytes",
-            "Bytes of blobs without a row, which the last collection kept because they are recent.",
+            "Bytes of blobs that no row names, and that the last collection kept because they are recent.",
             found.unreferenced_bytes,
         )
         yield GaugeMetricFamily(
@@ -117,24 +125,31 @@ def _families(found: Figures) -> Iterator[Metric]:
 
 
 class MetricsToken(Authentication):
-    """A dependency that admits Prometheus by the token of the settings. Without a token, it answers 404."""
+    """A dependency that admits Prometheus with the token of the settings."""
 
     def __call__(self, request: Request, service: Served) -> None:
-        """Raise ApiError (`not-found`, `unauthenticated`) for anybody else."""
+        """Check the token of the request.
+
+        Raises:
+            ApiError: `not-found`: the settings have no token. `unauthenticated`: the request lacks the token.
+        """
         expected = service.settings.metrics_token
         if expected is None:
             raise ApiError(ProblemType.NOT_FOUND, "there is no such path")
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        # Compared in constant time: this token is in no table, so no lookup by hash protects it.
+        # Compare in constant time. Other tokens are looked up by their hash, which leaks nothing by its
+        # timing.
         if scheme.lower() != "bearer" or not hmac.compare_digest(
             token.encode(), expected.get_secret_value().encode()
         ):
-            raise ApiError(ProblemType.UNAUTHENTICATED, "Send the token of PERMILLE_METRICS_TOKEN as bearer.")
+            raise ApiError(
+                ProblemType.UNAUTHENTICATED, "Send the token of PERMILLE_METRICS_TOKEN as a bearer token."
+            )
 
 
 @router.get("/metrics", dependencies=[Depends(MetricsToken())])
 def metrics(request: Request) -> Response:
-    """Return the numbers in the text format of Prometheus."""
+    """Return the metrics in the text format of Prometheus."""
     registry: CollectorRegistry = request.app.state.metrics
     try:
         content = generate_latest(registry)

@@ -1,4 +1,7 @@
-"""Parameters of paths and queries: ids by their table's prefix, digests, names, and pages of lists."""
+"""Parameters of paths and queries: ids, digests, names, and the cursors of pages.
+
+An id begins with the prefix of its table, for example `model_`.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -40,7 +43,7 @@ InvitationId = Annotated[str, key_of("inv")]
 TokenId = Annotated[str, key_of("operator")]
 PackageDigest = Annotated[str, key_of(None, alias="digest")]
 BlobDigest = Annotated[str, key_of(None)]
-# The agent makes the id of a run (a UUID), so that a report sent twice counts once.
+# The agent chooses the id of a run (a UUID), so that a report which it sends twice is stored once.
 RunId = Annotated[
     str,
     Path(
@@ -61,7 +64,7 @@ OfDevice = Annotated[
 ]
 After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="return only entries with a larger `seq`")]
 Limit = Annotated[int, Query(ge=1, le=rows.MAX_LIMIT, description="largest number of rows on the page")]
-_CURSOR_TEXT = "`next_cursor` of the page before"
+_CURSOR_TEXT = "`next_cursor` of the previous page"
 _Cursor = Annotated[str | None, Query(pattern=r"^[A-Za-z0-9_.-]{1,200}$", description=_CURSOR_TEXT)]
 _MomentCursor = Annotated[
     str | None, Query(pattern=r"^[0-9]{1,17}\.[A-Za-z0-9_-]{1,180}$", description=_CURSOR_TEXT)
@@ -85,14 +88,14 @@ async def _number_window(limit: Limit = DEFAULT_LIMIT, cursor: _NumberCursor = N
 
 Paging = Annotated[Window, Depends(_window)]
 MomentPaging = Annotated[Window, Depends(_moment_window)]
-"""Page of lists by time, whose cursors begin with microseconds."""
+"""Paging of lists that are sorted by time. Their cursors begin with a time in microseconds."""
 NumberPaging = Annotated[Window, Depends(_number_window)]
-"""Page of lists by number: the rounds of a federation, the entries of the audit log."""
+"""Paging of lists that are sorted by number: the rounds of a federation, the entries of the audit log."""
 
 
 async def check_given_once(request: Request) -> None:
     """Refuse a query with a repeated parameter. FastAPI would silently take the last value."""
-    # Nearly all requests have at most one parameter, and need no look at the route.
+    # Nearly all requests have at most one parameter, so nothing can repeat.
     if b"&" not in request.scope["query_string"]:
         return
     names = _query_names(request.scope["route"].dependant)
@@ -111,7 +114,7 @@ async def read_body(request: Request) -> bytes:
     try:
         return await request.body()
     except ClientDisconnect as exc:
-        raise HTTPException(400, "The client went away before the end of the body.") from exc
+        raise HTTPException(400, "The client disconnected before the end of the body.") from exc
 
 
 def _query_names(dependant: Dependant) -> frozenset[str]:

@@ -1,10 +1,11 @@
 """Errors as RFC 9457 problem details.
 
-Endpoints raise `ApiError`. `answer` maps every exception to a problem:
+Endpoints raise `ApiError`, for example:
 
     raise ApiError(ProblemType.CONFLICT, "A token cannot revoke itself. Use another one.")
 
-Details say what is wrong and what to do. They never contain a secret that a client sent, or a traceback.
+`answer` turns every exception into a problem. The detail of a problem says what is wrong and what to do. It
+never contains a secret that a client sent, or a traceback.
 """
 
 import errno
@@ -40,9 +41,9 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 5
 UNANSWERED = "the database did not answer in time"
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-# EFBIG is a limit on files' sizes (ulimit -f), EACCES a folder that belongs to someone else.
+# A file has reached its maximum size (ulimit -f), the disk is read-only or broken, or the folder belongs to
+# another user.
 _DISK_ERRNOS = _FULL_ERRNOS | {errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES}
-"""Faults of a disk: full or over its quota, a limit on files, read-only, broken, not ours."""
 _TYPE_OF_STATUS = {
     400: ProblemType.BAD_REQUEST,
     401: ProblemType.UNAUTHENTICATED,
@@ -61,7 +62,7 @@ _HEADERS_OF_STATUS = {
     503: {"Retry-After": ("integer", "seconds to wait")},
 }
 
-# Every operation documents these problems; PRIVATE ones add those of a caller with a token.
+# Every operation documents the problems of OPEN. Operations that need a token document those of PRIVATE.
 OPEN = (
     ProblemType.BAD_REQUEST,
     ProblemType.REQUEST_TIMEOUT,
@@ -76,7 +77,7 @@ PRIVATE = (*OPEN, ProblemType.UNAUTHENTICATED, ProblemType.FORBIDDEN)
 
 
 class ApiError(HTTPException):
-    """An answer that is a problem. Raise it anywhere below an endpoint."""
+    """An error that the service answers with a problem. Raise it in an endpoint, or in anything it calls."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ def problem_response(
     errors: Sequence[FieldError] | None = None,
     figures: Sequence[Figure] | None = None,
 ) -> Response:
-    """Make the response of one problem."""
+    """Make the HTTP response of a problem."""
     status = problem.status
     body = Problem(
         type=problem.uri,
@@ -112,7 +113,7 @@ def problem_response(
         errors=list(errors) if errors else None,
         figures=list(figures) if figures else None,
     )
-    # An error may be over in a moment, so no proxy may keep it.
+    # The error may be gone at the next request, so no proxy may keep this answer.
     all_headers = {"Cache-Control": "no-store", **(headers or {})}
     if status == HTTPStatus.UNAUTHORIZED:
         # RFC 9110 asks for the scheme with every 401.
@@ -134,7 +135,8 @@ def documented(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
 def install(app: FastAPI) -> None:
     """Answer every error of the app with a problem."""
     kinds: list[type[Exception]] = [StarletteHTTPException, RequestValidationError, Exception]
-    # Starlette answers an `Exception` and raises it again, which these need not.
+    # Starlette raises an error again after the handler of `Exception` has answered it. These errors are
+    # expected, so they get handlers of their own.
     kinds += [PermilleError, DatabaseError, NoConnectionError, OSError]
     for kind in kinds:
         app.add_exception_handler(kind, answer)
@@ -151,7 +153,8 @@ async def answer(request: Request, exc: Exception) -> Response:
         case RequestValidationError():
             return _answer_invalid(path, exc)
         case PermilleError():
-            # Of these errors, only a quota knows when to try again. `problem_response` has a default.
+            # Of these errors, only a QuotaError says when to try again. For others, `problem_response` sets a
+            # default where one is needed.
             headers = {"Retry-After": str(exc.retry_after_s)} if isinstance(exc, QuotaError) else None
             return problem_response(path, problem_of(exc), str(exc), headers=headers)
     if (fault := fault_of(exc)) is not None:
@@ -164,11 +167,13 @@ async def answer(request: Request, exc: Exception) -> Response:
 
 @contextmanager
 def as_conflicts() -> Iterator[None]:
-    """Turn a refusal of the library into a conflict: a well-formed request contradicts what is there.
+    """Turn an InputError of the library into a conflict (409).
+
+    Use it where the request is well formed, but contradicts what is stored.
 
     Example:
         with as_conflicts():
-            check_head(path)  # its InputError would be a 422
+            check_head(path)  # without `as_conflicts`, an InputError would be answered with 422
     """
     try:
         yield
@@ -179,9 +184,9 @@ def as_conflicts() -> Iterator[None]:
 
 
 def fault_of(exc: Exception) -> str | None:
-    """Describe what keeps the disk or the database from serving, or return None of any other error.
+    """Describe a fault of the disk or the database. Return None if the error is of another kind.
 
-    The path of a file is only in the log.
+    The description contains no path. Only the log shows the path of the file.
     """
     match exc:
         case OSError() if exc.errno in _FULL_ERRNOS:
@@ -196,7 +201,7 @@ def fault_of(exc: Exception) -> str | None:
 
 
 def _answer_http(request: Request, exc: StarletteHTTPException) -> Response:
-    """Answer what the framework refuses."""
+    """Answer an error that the web framework raised, for example for a missing path."""
     path, status = request.url.path, exc.status_code
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
         allowed = ", ".join(_allowed_methods(request))
@@ -227,7 +232,8 @@ def _answer_invalid(path: str, exc: RequestValidationError) -> Response:
     ]
     detail = "; ".join(f"{error.location}: {error.message}" for error in errors[:3])
     if errors and all(error.location.startswith("path.") for error in errors):
-        # What cannot be the name of anything names nothing: how names look is in `errors`.
+        # An id of the wrong form cannot belong to any object, so the answer is 404. `errors` has the right
+        # form.
         detail = "; ".join(
             f"no {str(error['loc'][-1]).removesuffix('_id')} {error['input']!r:.80}" for error in found
         )
@@ -298,5 +304,5 @@ def _documented_status(status: int, problems: list[ProblemType]) -> dict[str, An
 
 
 def operation_id(route: APIRoute) -> str:
-    """Return the stable operation id of a route: the name of its function."""
+    """Return the operation id of a route: the name of its function, which stays stable between versions."""
     return route.name

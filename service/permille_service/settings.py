@@ -1,8 +1,8 @@
 """Settings of the API process, validated once in `main` and passed down.
 
 Every field can come from the environment (`PERMILLE_DATA_DIR`, `PERMILLE_PORT`, ...) or from a keyword.
-There is no default secret: tokens and keys are made at the first start, below the data folder, readable by
-their owner alone.
+No secret has a default value. The first start generates tokens and keys, and stores them below the data
+folder, where only their owner can read them.
 """
 
 import ipaddress
@@ -18,13 +18,17 @@ from permille.store.settings import Quota, SettingsGroup, StoreSettings
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MIB = 1024 * 1024
 UPLOADS_WAITING = 4
-"""Logs and states of one device that may wait for their check."""
+"""Maximum number of logs and states of one device that wait for their check."""
 UPLOADS_KEPT = 1000
-"""Stored logs and states of one device. Those that wait for their check may come on top."""
+"""Maximum number of stored logs and states of one device.
+
+An upload is admitted while the number is below this limit, so uploads that arrive at the same time can
+exceed it by a few (at most `UPLOADS_WAITING`).
+"""
 
 
 class Downloads(StrEnum):
-    """Sender of a package's bytes to a device."""
+    """Who sends the bytes of a package to a device: the API, nginx (`accel`), or the bucket (`redirect`)."""
 
     SERVE = "serve"
     ACCEL = "accel"
@@ -41,9 +45,9 @@ class AddressSettings(SettingsGroup):
     tls_certificate: Path | None = Field(
         default=None, description="PEM file; required for any address but loopback"
     )
-    tls_key: Path | None = Field(default=None, description="PEM file of its key; set both or none")
+    tls_key: Path | None = Field(default=None, description="PEM file of the certificate's key")
     allowed_hosts: tuple[str, ...] = Field(
-        default=(), description="JSON list of host names to answer to, besides those of loopback"
+        default=(), description="JSON list of host names that requests may use, besides those of loopback"
     )
     trusted_proxies: tuple[str, ...] = Field(
         default=(), description="JSON list of proxies (address or network) whose `X-Forwarded-For` is trusted"
@@ -75,59 +79,73 @@ class ConnectionSettings(SettingsGroup):
     """Limits of connections and requests"""
 
     max_connections: int = Field(
-        default=1000, ge=1, description="connections; at most half of the hard limit of open files, less 64"
+        default=1000,
+        ge=1,
+        description="maximum number of connections; half of the hard limit of open files, less 64, if that "
+        "is lower",
     )
     max_connections_per_address: int = Field(
         default=250,
         ge=1,
-        description="connections of one IPv4 address or IPv6 /64; trusted proxies have no limit of their own",
+        description="maximum number of connections of one IPv4 address or IPv6 /64; this limit does not "
+        "apply to trusted proxies",
     )
-    header_s: float = Field(default=10.0, gt=0, description="time for a request's head to arrive")
+    header_s: float = Field(default=10.0, gt=0, description="seconds in which a request's head must arrive")
     body_s: float = Field(
-        default=20.0, gt=0, description="time for a request's body to arrive, on top of its time at 4 KiB/s"
+        default=20.0,
+        gt=0,
+        description="seconds in which a request's body must arrive, plus one second for each 4 KiB of it",
     )
     stream_s: float = Field(
-        default=900.0, gt=0, description="length of an event stream; clients then resume it"
+        default=900.0, gt=0, description="seconds after which an event stream ends; clients then resume it"
     )
     max_log_bytes: int = Field(default=64 * MIB, ge=1024, description="largest shared log or state")
     sign_ins_per_minute: int = Field(
         default=60,
         ge=1,
-        description="calls a minute in each process: sign-ins of one device, attempts with one invitation, "
-        "attempts of one address with unknown invitations, and a device's questions for a round and refused "
-        "contributions",
+        description="maximum number of calls in a minute, for each process and for each kind of call. "
+        "Limited for each device: sign-ins, joining a federation, questions for a round or a rollout, facts, "
+        "and refused contributions. Limited for each invitation: enrolments. Limited for each address: "
+        "enrolments with unknown invitations and failed sign-ins to the pages, together",
     )
 
 
 class QuotaSettings(SettingsGroup):
-    """What devices and tenants may store"""
+    """Quotas of devices and tenants"""
 
-    runs_per_device_day: int = Field(default=200, ge=1, description="reports of a device in 24 hours")
-    uploads_per_device_day: int = Field(
-        default=50, ge=1, description="logs and states of a device in 24 hours, including repeated ones"
+    runs_per_device_day: int = Field(
+        default=200, ge=1, description="reports that a device may send in 24 hours"
     )
-    upload_bytes_per_device_day: int = Field(default=512 * MIB, ge=1, description="their bytes in 24 hours")
+    uploads_per_device_day: int = Field(
+        default=50,
+        ge=1,
+        description="logs and states that a device may send in 24 hours; repeated uploads count again",
+    )
+    upload_bytes_per_device_day: int = Field(
+        default=512 * MIB, ge=1, description="bytes of logs and states that a device may send in 24 hours"
+    )
     runs_per_device: int = Field(
         default=10_000,
         ge=1,
-        description="stored reports of a device; a further one is refused (`device-quota-spent`), and "
-        "stays on the device",
+        description="maximum number of stored reports of a device. Further reports are refused "
+        "(`device-quota-spent`) and stay on the device",
     )
     upload_bytes_per_device: int = Field(
         default=4096 * MIB,
         ge=1,
-        description="stored bytes of a device's logs and states; those that wait for their check may come on "
-        "top",
+        description="stored bytes of a device's logs and states, above which further ones are refused. "
+        "Uploads that arrive at the same time can exceed the limit",
     )
     queued_jobs_per_tenant: int = Field(
         default=10_000,
         ge=1,
-        description="queued jobs of a tenant; checks of its devices' uploads do not count",
+        description="maximum number of queued jobs of a tenant; jobs that check devices' uploads do not "
+        "count",
     )
 
     @property
     def quota(self) -> Quota:
-        """Return the limits of one device: what it may send, and what is kept of it."""
+        """Return the limits of one device: how much it may send, and how much the service stores."""
         return Quota(
             runs_a_day=self.runs_per_device_day,
             uploads_a_day=self.uploads_per_device_day,
@@ -144,35 +162,42 @@ class ServingSettings(SettingsGroup):
 
     private_dir: Path | None = Field(
         default=None,
-        description="folder of `keys/` and `operator.token`, if workers share the data folder but must not "
-        "see these; none: the data folder",
+        description="folder of `keys/` and `operator.token`. Set it if workers share the data folder, "
+        "because they must not read these files. Default: the data folder",
     )
     downloads: Downloads = Field(
         default=Downloads.SERVE,
-        description="who sends a package's bytes to devices: the API, nginx (`accel`), the bucket "
-        "(`redirect`): [downloads](../howto/serve-downloads.md)",
+        description="who sends a package's bytes to devices: the API (`serve`), nginx (`accel`) or the "
+        "bucket (`redirect`); see [downloads](../howto/serve-downloads.md)",
     )
     flops_per_s: float | None = Field(
-        default=None, gt=0, description="speed of the machine, for preflight; none: 8e9 a core"
+        default=None,
+        gt=0,
+        description="floating-point operations per second of the machine, for the durations that preflight "
+        "estimates. Default: 8e9 for each core",
     )
     metrics_token: SecretStr | None = Field(
-        default=None, description="bearer token that Prometheus sends; none: `/metrics` answers 404"
+        default=None, description="bearer token that Prometheus sends. Without it, `/metrics` answers 404"
     )
 
 
 class Settings(ServingSettings, QuotaSettings, ConnectionSettings, AddressSettings, StoreSettings):
-    """Settings of one API process. Rows, blobs and inputs are below `data_dir` unless named."""
+    """Settings of one API process.
+
+    The database, the blobs and the inputs lie below `data_dir`, unless a setting of their own places them
+    elsewhere.
+    """
 
     data_dir: Path = Field(
-        description="folder of the token and the keys, and of everything that no other setting places"
+        description="folder of the token, of the keys, and of all data that has no setting of its own"
     )
 
     @model_validator(mode="after")
     def _sent_by_who_has_them(self) -> Self:
         if self.downloads is Downloads.REDIRECT and self.blob_bucket is None:
-            raise ValueError("downloads=redirect needs blob_bucket")
+            raise ValueError("downloads=redirect needs a bucket. Set PERMILLE_BLOB_BUCKET, or choose serve.")
         if self.downloads is Downloads.ACCEL and self.blob_bucket is not None:
-            raise ValueError("downloads=accel does not go with blob_bucket: choose serve or redirect")
+            raise ValueError("downloads=accel cannot send the blobs of a bucket. Choose serve or redirect.")
         return self
 
     @property
@@ -192,19 +217,19 @@ def load(**overrides: Any) -> Settings:
 
 
 def local_url(settings: Settings, port: int) -> str:
-    """Return the address at which this machine reaches the socket.
+    """Return the URL at which this machine reaches the socket.
 
-    A bind to every address is reached by loopback of its family.
+    If the socket listens on all addresses, this is the loopback address.
     """
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
     return _url(settings, host, port)
 
 
 def client_url(settings: Settings, port: int) -> str:
-    """Return the address for clients, as `service.url` has it.
+    """Return the URL for clients, which the file `service.url` holds.
 
-    A certificate usually names a host, not an address. With TLS on an address other than loopback, this is
-    therefore the first of `allowed_hosts`. Otherwise it is the same as `local_url`.
+    A certificate usually names a host, not an address. With TLS on an address other than loopback, the URL
+    therefore has the first host of `allowed_hosts`. Otherwise it is the same as `local_url`.
     """
     if settings.tls_certificate is None or is_loopback(settings.host) or not settings.allowed_hosts:
         return local_url(settings, port)

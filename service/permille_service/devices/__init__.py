@@ -1,1 +1,1 @@
-"""Devices: invited, enrolled, given tokens, revoked."""
+"""Devices: invitations, enrolment, tokens, and revocation."""

@@ -1,16 +1,17 @@
-"""Routes by which a device enrols, proves its key, and reads its own record.
+"""Routes by which a device enrols, proves that it holds its key, and reads its own record.
 
-Enrolment and tokens are public routes: an invitation, or a signature over a nonce, replaces the bearer token.
+The routes of enrolment and tokens need no bearer token. A device enrols with an invitation, and gets a token
+for its signature over a nonce.
 
-Limits:
-- Attempts with a known invitation are counted by invitation.
-- Attempts with an unknown invitation are counted by address. So strangers cannot lock out a device with a
-  valid invitation, even from the same address.
-- Sign-ins are counted by device, but only after the signature is verified. Otherwise anyone who knows a
-  device's id could use up its limit.
+The number of calls in a minute is limited:
+- Attempts with a known invitation are counted for each invitation.
+- Attempts with an unknown invitation are counted for each address. So strangers cannot lock out a device with
+  a valid invitation, even from the same address.
+- Sign-ins are counted for each device, but only after the signature is verified. Otherwise anyone who knows
+  the id of a device could use up its limit.
 
-A request without a valid signature writes nothing. A nonce is an encrypted time of issue, so the service
-stores a nonce only when it is used.
+A request without a valid signature writes nothing to the database. A nonce contains its own time of issue, in
+encrypted form. The service therefore stores a nonce only when it is used.
 """
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -59,8 +60,8 @@ own = APIRouter(prefix="/v1/device", tags=["devices"], responses=documented(*PRI
 def create_enrolment(
     body: EnrolmentCreate, request: Request, response: Response, service: Served
 ) -> Enrolment:
-    """Enrol a device with an invitation and its public key, signed by the private key. If the key has
-    enrolled before, return the same device."""
+    """Enrol a device. The request holds an invitation and the device's public key, and is signed with the
+    private key. If the key has enrolled before, the answer is the same device."""
     code, _, root_digest = body.invitation.partition(".")
     _limit_enrolment(service, request, code)
     message = enrolment_message(body.invitation, body.public_key)
@@ -78,7 +79,8 @@ def create_enrolment(
         except InvitationError as exc:
             raise ApiError(ProblemType.FORBIDDEN, str(exc)) from exc
         device = enrolment.device
-        # This check belongs to the same transaction: if it fails, the invitation stays usable.
+        # Check this in the same transaction. If it fails, the enrolment is undone and the invitation stays
+        # valid.
         root = trust.root_by_digest(session, tenant_id=device.tenant_id, digest=root_digest)
         if root is None:
             raise ApiError(
@@ -119,8 +121,11 @@ def create_nonce(body: NonceCreate, service: Served) -> DeviceNonce:
     responses=documented(ProblemType.UNAUTHENTICATED),
 )
 def create_device_token(body: DeviceTokenCreate, service: Served) -> DeviceToken:
-    """Exchange a signed nonce for an access token. It is valid for one hour. Each nonce gives one token."""
-    # One answer for all reasons, so that a stranger learns nothing about keys and nonces.
+    """Exchange a signed nonce for an access token, which is valid for one hour.
+
+    Each nonce gives one token.
+    """
+    # The refusal is the same for all reasons, so that a stranger learns nothing about keys and nonces.
     refusal = ApiError(ProblemType.UNAUTHENTICATED, "The nonce is old, or not signed by the device's key.")
     issued_at = _open_time(service, body.device_id, body.nonce)
     # Check in a read transaction first. SQLite allows one writer, and strangers must not block it.
@@ -150,7 +155,8 @@ def get_own_device(service: Served, device: CallingDevice) -> Device:
 
 @own.delete("", status_code=204)
 def delete_own_device(service: Served, device: CallingDevice) -> None:
-    """Unenrol the calling device. Its tokens end at once. To come back, it needs a new invitation."""
+    """Unenrol the calling device. Its tokens become invalid at once. To enrol again, it needs a new
+    invitation."""
     with service.database.write() as session:
         devices.unenrol(session, tenant_id=device.tenant_id, device_id=device.device_id)
         session.flush()
@@ -158,7 +164,11 @@ def delete_own_device(service: Served, device: CallingDevice) -> None:
 
 
 def _limit_enrolment(service: Service, request: Request, code: str) -> None:
-    """Count an attempt by its invitation if that is known, else by its address. Write nothing."""
+    """Count an attempt to enrol: for its invitation if the code is known, otherwise for the caller's address.
+
+    Raises:
+        ApiError: `forbidden`: the code is unknown. `too-many-requests`: the limit is reached.
+    """
     with service.database.read() as session:
         invitation = devices.find_invitation(session, code=code)
     if invitation is not None:
@@ -169,7 +179,7 @@ def _limit_enrolment(service: Service, request: Request, code: str) -> None:
 
 
 def _seal_time(service: Service, device_id: str, at: datetime) -> str:
-    """Make a nonce: the time of issue, sealed for this device."""
+    """Make a nonce: the time of issue, encrypted for this device."""
     sealed = service.seal.close(at.isoformat().encode(), _NONCE_CONTEXT + device_id)
     return urlsafe_b64encode(sealed).decode().rstrip("=")
 

@@ -1,4 +1,4 @@
-"""Device and invitation rows as records."""
+"""Conversion of the database rows of devices and invitations to records of the API."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,8 +19,8 @@ from permille_service.context import Service
 
 
 def present_all(service: Service, session: Session, rows: Sequence[tables.Device]) -> list[Device]:
-    """Return the records of devices, with the storage that each uses."""
-    # One query for the page, not one for each device.
+    """Return the records of devices. Each record includes the storage that the device uses."""
+    # A single query reads the storage of all devices of the page.
     kept = uploads.kept_of(session, [row.id for row in rows])
     return [_present(row, kept[row.id], service.settings.quota) for row in rows]
 
@@ -55,7 +55,7 @@ def state_of(row: tables.Device) -> DeviceState:
 
 
 def present_invitation(row: tables.Invitation, at: datetime) -> InvitationRecord:
-    """Return the record of an invitation at a moment."""
+    """Return the record of an invitation, with its state at a given time."""
     if row.used_at is not None:
         state = InvitationState.USED
     elif row.revoked_at is not None:

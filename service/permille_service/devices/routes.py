@@ -23,11 +23,11 @@ router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*PRIVATE
 @router.post("/invitations", status_code=201, responses=documented(ProblemType.IDEMPOTENCY_CONFLICT))
 def create_invitation(body: InvitationCreate, creating: Creating) -> Invitation:
     """Invite one device to follow a release. Only this answer shows the invitation. It is valid for one
-    device and 24 hours, and pins the trust root that the device starts from."""
+    device and for 24 hours. It also contains the digest of the trust root that the device must start from."""
     tenant_id = creating.operator.tenant_id
 
     def make(session: Session) -> Invitation:
-        # The first invitation of a tenant creates its signing keys: the code below names their root.
+        # The first invitation of a tenant creates its signing keys, because the invitation names their root.
         repositories.ensure(creating.service, session, tenant_id)
         root = root_digest(trust.newest_root(session, tenant_id=tenant_id))
         row, code = devices.invite(session, tenant_id=tenant_id, release=body.release, alias=body.alias)

@@ -1,1 +1,1 @@
-"""The fleet: all devices in numbers."""
+"""Counts of the fleet, that is, of all devices of a tenant."""

@@ -1,4 +1,7 @@
-"""Route of the fleet's counts. A watcher may not see single devices, so counts of few devices are hidden."""
+"""Route of the fleet's counts.
+
+An operator with the role of a watcher may not see single devices, so counts of few devices are hidden.
+"""
 
 from fastapi import APIRouter
 
@@ -15,11 +18,12 @@ router = APIRouter(prefix="/v1/fleet", tags=["fleet"], responses=documented(*PRI
 
 @router.get("")
 def get_fleet(service: Served, operator: Watcher) -> Fleet:
-    """Count devices by version and its effect, by agent, by engine, and by the time they were last seen."""
+    """Count devices by version, agent, engine, and the time they were last seen. For each version, also
+    report its effect on the devices."""
     with service.database.read() as session:
         return summary(session, tenant_id=operator.tenant_id, least=least_for(operator))
 
 
 def least_for(operator: Operator) -> int:
-    """Return the least number of devices in a count that this operator may see."""
+    """Return the smallest count of devices that this operator may see. Smaller counts are hidden."""
     return LEAST if operator.role is Role.WATCHER else 0

@@ -1,4 +1,4 @@
-"""Job rows as records."""
+"""Conversion of the database rows of jobs and events to records of the API."""
 
 from datetime import UTC, datetime
 
@@ -47,7 +47,7 @@ def present(session: Session, row: tables.Job) -> Job:
 
 
 def present_event(row: tables.JobEvent) -> JobEvent:
-    """Return the record of an event, without fields that only the log may show (tracebacks)."""
+    """Return the record of an event. Leave out the fields that only the log may show, such as tracebacks."""
     told = {name: value for name, value in row.data.items() if name in _PUBLISHED}
     return JobEvent(
         seq=row.seq,

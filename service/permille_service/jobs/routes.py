@@ -58,7 +58,8 @@ def get_job(job_id: JobId, service: Served, operator: Viewer) -> Job:
 
 @router.post("/{job_id}/cancel", status_code=202)
 def cancel_job(job_id: JobId, service: Served, operator: Maker) -> Job:
-    """Cancel a job. A queued job ends at once, and a running job at its next check. Idempotent."""
+    """Cancel a job. A queued job ends at once. A running job ends when its worker next checks for a
+    cancellation. Idempotent."""
     with changing(service, operator) as session:
         row = queue.request_cancel(session, tenant_id=operator.tenant_id, job_id=job_id)
         return records.present(session, row)

@@ -1,7 +1,7 @@
 """A job's events as server-sent events.
 
-A client resumes a stream by `Last-Event-ID`. Comments keep the connection alive. The stream ends with the
-job.
+A client resumes a stream with the header `Last-Event-ID`. Comment lines keep the connection alive. The stream
+ends when the job has ended.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from permille_service.jobs.records import present_event
 POLL_S = 0.5
 HEARTBEAT_S = 15.0
 MAX_STREAMS, MAX_STREAMS_PER_TOKEN = 200, 10
-"""Event streams at a time: of all callers together, of one operator token."""
+"""How many event streams may be open at a time: of all callers together, and of one operator token."""
 
 
 class EventStream(StreamingResponse):
-    """A stream of events that holds a slot while it is sent. If no slot is free, it answers a problem."""
+    """A stream of events that holds a slot while it is sent. If no slot is free, the answer is a problem."""
 
     media_type = "text/event-stream"
 

@@ -1,4 +1,4 @@
-"""Routes of storage: the retention rule, and the collection of blobs that no row names."""
+"""Routes of storage: the retention rule, and the deletion of blobs that no row of the database names."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -20,14 +20,15 @@ _MOST_NAMED = 1000
 
 @router.post("/blobs/collect")
 def collect_blobs(service: Served, operator: Admin, dry_run: DryRun = False) -> BlobCollection:
-    """Delete blobs that no record of any tenant names, unless they are younger than the grace period. For an
-    administrator of the first tenant."""
+    """Delete blobs that no record of any tenant names, unless they are younger than the grace period. Only
+    administrators of the first tenant may do this."""
     with service.database.read() as session:
         require_first_tenant(session, operator)
     found = collect(service.database, service.blobs, service.settings, dry_run=dry_run)
     if not dry_run:
         with changing(service, operator):
-            pass  # the note comes after: a disk that was full may hold it by now
+            # Write to the audit log after the deletion. A disk that was full may have room for the entry now.
+            pass
     return present(found, dry_run=dry_run)
 
 
@@ -40,7 +41,7 @@ def get_retention(service: Served, operator: Viewer) -> RetentionRule:
 
 @router.put("/retention")
 def put_retention(body: RetentionRule, service: Served, operator: Admin) -> RetentionRule:
-    """Set the retention rule. Workers apply it every hour, in the name of this token."""
+    """Set the retention rule. Workers apply it every hour. The audit log then names the token that set it."""
     with changing(service, operator, body) as session:
         rules.set_rule(session, tenant_id=operator.tenant_id, token_id=operator.token_id, rule=body)
     return body
