@@ -71,8 +71,9 @@ class Slots:
 
     @contextmanager
     def hold(self, key: str) -> Iterator[None]:
-        """Hold a slot inside the `with` block. Call this only in the thread of the event loop: it has no
-        lock.
+        """Hold a slot during a `with` block.
+
+        Call this only in the thread of the event loop, because there is no lock.
 
         Raises:
             ApiError: `too-many-requests` at the limit of the key, `unavailable` at the limit of all callers.

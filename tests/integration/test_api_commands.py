@@ -288,7 +288,7 @@ def test_a_rollout_from_its_making_to_its_revert(up: Running) -> None:
     assert up.permille(*create).returncode == 3, "one at a time"
     assert up.answer("rollouts", "stop", made["id"])["state"] == "stopped"
     watched = up.permille("rollouts", "watch", made["id"])
-    assert (watched.returncode, "by hand" in watched.stderr) == (1, True)
+    assert (watched.returncode, "an operator ended it" in watched.stderr) == (1, True)
     made = up.answer(*create)
     assert made["rules"]["waves"] == ["1%", "10%", "50%", "100%"], "the service's own where none is given"
     assert up.answer("rollouts", "pause", made["id"])["state"] == "paused"

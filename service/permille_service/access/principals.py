@@ -3,9 +3,9 @@
     @router.get("/devices")
     def list_devices(service: Served, operator: Viewer) -> Page[Device]: ...
 
-A principal is an operator with a role, or a device. Each request looks its bearer token up in the
-database, so revoking a token takes effect at the next request. Objects that a principal may not
-see answer 404. Actions that its role does not allow answer 403.
+A principal is an operator with a role, or a device. The bearer token of each request is looked up in the
+database, so the revocation of a token takes effect at the next request. If a principal may not see an object,
+the answer is 404. If its role does not allow an action, the answer is 403.
 """
 
 import logging
@@ -36,13 +36,15 @@ from permille_service.problems import ApiError
 logger = logging.getLogger(__name__)
 RANK = {Role.WATCHER: 0, Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}
 _SEEN_EVERY = timedelta(minutes=1)
-"""Precision of the time at which a token or device was last seen. A write for each request would make every
-read wait for the database's writer."""
+"""Least time between two updates of the time at which a token or device was last seen.
+
+With an update for each request, every read would wait for the database's writer.
+"""
 
 bearer = HTTPBearer(
     auto_error=False,
     scheme_name="bearer",
-    description="An operator's token (`pmo_...`). Device routes take a device's access token (`pmd_...`).",
+    description="An operator's token (`pmo_...`). Routes for devices need a device's token (`pmd_...`).",
 )
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
@@ -62,7 +64,7 @@ class Operator:
     path: str = ""
 
     def change(self, *, made: str = "", body: BaseModel | None = None) -> Change:
-        """Return the audit entry of this request. `made` is the name of the object it created."""
+        """Return the audit entry of this request. `made` is the id or name of an object that it created."""
         request = None if body is None else body.model_dump(mode="json")
         subject = f"{self.path}/{made}" if made else self.path
         return Change(token_id=self.token_id, action=self.action, subject=subject, request=request)
@@ -76,7 +78,7 @@ class DevicePrincipal:
     device_id: str
     release: str
     alias: str
-    version: int | None  # the version of the release that the device was last told
+    version: int | None  # the version that the service last named to the device
 
 
 Principal = Operator | DevicePrincipal
@@ -92,7 +94,7 @@ def find_principal(service: Service, secret: str) -> Principal | None:
     if found is None:
         return None
     is_device = found.caller_id.startswith(f"{Prefix.DEVICE}_")
-    # abs: if the clock was set back, the note would otherwise stay in the future and never be renewed.
+    # The difference is absolute, because the stored time lies in the future if the clock was set back.
     if found.caller_seen_at is None or abs(datetime.now(UTC) - found.caller_seen_at) > _SEEN_EVERY:
         touch = (
             partial(devices.touch, device_id=found.caller_id)
@@ -116,25 +118,26 @@ def find_principal(service: Service, secret: str) -> Principal | None:
 class Authentication:
     """Base class of the dependencies that authenticate a caller.
 
-    Every route declares one of them, or `PUBLIC`. `check_routes` refuses an app with any other
-    route.
+    Every route must declare either such a dependency or `PUBLIC`. `check_routes` enforces this.
     """
 
 
 class Authenticated(Authentication, Generic[Allowed]):
     """A dependency that returns the principal of the request's bearer token.
 
-    `check` returns the principal, or raises an ApiError if it may not call the route.
+    Args:
+        check: a function that gets the principal. It returns the principal, or raises an ApiError if the
+            principal may not call the route.
     """
 
     def __init__(self, check: Callable[[Principal], Allowed]) -> None:
         self._check = check
 
     def __call__(self, request: Request, service: Served, credentials: Credentials) -> Allowed:
-        """Find the principal by its token.
+        """Find the principal of the token.
 
         Raises:
-            ApiError: `unauthenticated` or `forbidden`.
+            ApiError: `unauthenticated`: there is no valid token. `forbidden`: the role does not suffice.
         """
         if credentials is None:
             raise ApiError(
@@ -155,7 +158,7 @@ class Authenticated(Authentication, Generic[Allowed]):
 
 
 async def public() -> None:
-    """Declare a route that anybody may call, as the dependency `PUBLIC`."""
+    """Do nothing. The dependency `PUBLIC` on this function marks a route that anybody may call."""
 
 
 PUBLIC = Depends(public)
@@ -175,11 +178,11 @@ def check_routes(app: FastAPI) -> None:
         if not isinstance(route.original_route, APIRoute):
             if route.path not in _PUBLIC_PATHS:
                 raise RuntimeError(
-                    f"The route {route.path} takes no dependency, so that it cannot declare who calls."
+                    f"The route {route.path} cannot have dependencies, so it cannot declare who may call it."
                 )
             continue
         calls = list(_calls_of(route.dependant))
-        # Both at once is an error as well: PUBLIC would promise what the other dependency denies.
+        # Both at once is an error as well, because the other dependency would refuse callers without a token.
         authenticated = any(isinstance(call, Authentication) for call in calls)
         if authenticated == (public in calls):
             raise RuntimeError(
@@ -227,7 +230,9 @@ def require_role(principal: Principal, role: Role) -> Operator:
     if not isinstance(principal, Operator):
         raise ApiError(ProblemType.FORBIDDEN, "This needs an operator's token, not a device's.")
     if RANK[principal.role] < RANK[role]:
-        raise ApiError(ProblemType.FORBIDDEN, f"This needs the role {role}; the token has {principal.role}.")
+        raise ApiError(
+            ProblemType.FORBIDDEN, f"This needs the role {role}, but the token's role is {principal.role}."
+        )
     return principal
 
 
@@ -249,11 +254,11 @@ Maker = Annotated[Operator, Depends(operator_with(Role.OPERATOR))]
 Admin = Annotated[Operator, Depends(operator_with(Role.ADMIN))]
 CallingDevice = Annotated[DevicePrincipal, Depends(Authenticated(_require_device))]
 Anyone = Annotated[Principal, Depends(Authenticated(_require_reader))]
-"""A device, or an operator with at least the role viewer."""
+"""A device, or an operator with at least the role `viewer`."""
 
 
 def note_version(service: Service, device: DevicePrincipal, version: int) -> None:
-    """Store the version that a device is told, if it has changed."""
+    """Store which version the service named to a device, if it is another one than before."""
     if device.version != version:
         _note_seen(service, partial(devices.touch, device_id=device.device_id, version=version))
 

@@ -1,4 +1,4 @@
-"""Routes of tenants and operator tokens, for administrators. Also makes the first token."""
+"""Routes of tenants and operator tokens, for administrators. `ensure_token` makes the first token."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +29,8 @@ router = APIRouter(prefix="/v1", tags=["access"], responses=documented(*PRIVATE)
     responses=documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT),
 )
 def create_tenant(body: TenantCreate, creating: AdminCreating) -> Tenant:
-    """Add a tenant, with folders for its models and corpora. For an administrator of the first tenant."""
+    """Add a tenant, with folders for its models and corpora. Only administrators of the first tenant may do
+    this."""
 
     def make(session: Session) -> Tenant:
         require_first_tenant(session, creating.operator)
@@ -39,7 +40,7 @@ def create_tenant(body: TenantCreate, creating: AdminCreating) -> Tenant:
     settings = creating.service.settings
     with creating.service.database.read() as session:
         roots = inputs.roots_of(session, settings, tenant_id=tenant.id)
-    # After the commit: a folder without a tenant is harmless, and a repeated request makes it again.
+    # Make the folders after the commit. If this fails, a repetition of the request makes them.
     for root in (roots.models, roots.corpora):
         root.mkdir(parents=True, exist_ok=True)
     return tenant
@@ -47,7 +48,7 @@ def create_tenant(body: TenantCreate, creating: AdminCreating) -> Tenant:
 
 @router.get("/tenants")
 def list_tenants(service: Served, operator: Admin, window: Paging) -> Page[Tenant]:
-    """List tenants. For an administrator of the first tenant."""
+    """List tenants. Only administrators of the first tenant may do this."""
     with service.database.read() as session:
         require_first_tenant(session, operator)
         page = access.list_tenants(session, window=window)
@@ -60,7 +61,7 @@ def list_tenants(service: Served, operator: Admin, window: Paging) -> Page[Tenan
     responses=documented(ProblemType.NOT_FOUND, ProblemType.IDEMPOTENCY_CONFLICT),
 )
 def create_token(body: TokenCreate, creating: AdminCreating) -> TokenSecret:
-    """Make an operator token. Its secret is shown here only."""
+    """Make an operator token. Only this answer shows its secret."""
     operator = creating.operator
 
     def make(session: Session) -> TokenSecret:
@@ -92,7 +93,7 @@ def list_tokens(service: Served, operator: Admin, window: Paging) -> Page[Token]
     "/tokens/{token_id}", status_code=204, responses=documented(ProblemType.NOT_FOUND, ProblemType.CONFLICT)
 )
 def delete_token(token_id: TokenId, service: Served, operator: Admin) -> None:
-    """Revoke an operator token. Its next request is refused. A token cannot revoke itself."""
+    """Revoke an operator token. The next request with it is refused. A token cannot revoke itself."""
     # An administrator who revokes the only token would lock everybody out.
     if token_id == operator.token_id:
         raise ApiError(ProblemType.CONFLICT, "A token cannot revoke itself. Use another one.")
@@ -104,7 +105,10 @@ def delete_token(token_id: TokenId, service: Served, operator: Admin) -> None:
 def list_audit_entries(
     service: Served, operator: Admin, after: After = 0, limit: Limit = DEFAULT_LIMIT
 ) -> list[AuditEntry]:
-    """List the changes by operators of the caller's tenant, oldest first. Entries form a hash chain."""
+    """List the changes that operators of the caller's tenant made, oldest first.
+
+    Entries form a hash chain.
+    """
     with service.database.read() as session:
         return audit.entries_after(session, tenant_id=operator.tenant_id, seq=after, limit=limit)
 
@@ -130,8 +134,9 @@ def present_token(row: tables.OperatorToken) -> Token:
 def ensure_token(service: Service) -> Path:
     """Make sure that the token file exists, and return its path.
 
-    If it is missing, make a new administrator's token of the first tenant. Anyone who can write to the data
-    folder is its administrator anyway. The file has mode 0600. The database stores only the token's hash.
+    If the file is missing, make a new token for an administrator of the first tenant, and write it to the
+    file with mode 0600. This gives nobody new rights: whoever can delete the file can also write to the data
+    folder. The database stores only the token's hash.
     """
     path = service.settings.token_path
     if path.exists():

@@ -1,1 +1,1 @@
-"""Federations: rounds of many devices, defined by operators, joined by devices."""
+"""Federations: operators define them, and devices join them to train a shared state in rounds."""

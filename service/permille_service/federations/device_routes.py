@@ -1,7 +1,8 @@
 """Routes by which devices take part in federations: offers, membership, invitations, contributions.
 
-The owner of a device decides on the device whether it takes part. The strict reader checks a contribution
-before anything is stored. A refused contribution is counted by its error code, and its bytes are dropped.
+The owner of a device decides on the device whether it takes part. The service checks the bytes of a
+contribution strictly before it stores anything. If it refuses a contribution, it drops the bytes and counts
+the error code.
 """
 
 import logging
@@ -61,7 +62,7 @@ def list_own_federations(service: Served, device: CallingDevice) -> list[Federat
 )
 def put_membership(federation_id: FederationId, service: Served, device: CallingDevice) -> None:
     """Join a federation. The device's owner must have agreed. Idempotent."""
-    # Joining is limited, and leaving is not: nothing may delay a withdrawal.
+    # The calls of this route are limited, but not those to leave, because nothing may delay a withdrawal.
     service.sign_ins.check(f"{device.device_id} membership")
     with service.database.write() as session:
         row = _federation(session, device, federation_id)
@@ -92,8 +93,8 @@ def delete_membership(federation_id: FederationId, service: Served, device: Call
 def create_round_invitation(
     federation_id: FederationId, service: Served, device: CallingDevice
 ) -> RoundInvitation | Response:
-    """Ask whether the calling member is invited to the open round. Each member is drawn once a
-    round, so the answer stays the same."""
+    """Ask whether the calling member is invited to the open round. The service draws once for each member and
+    round, so a repeated question gets the same answer."""
     service.sign_ins.check(f"{device.device_id} rounds")
     with service.database.write() as session:
         row = _federation(session, device, federation_id)
@@ -124,7 +125,7 @@ async def _body(request: Request) -> bytes:
     status_code=202,
     openapi_extra=_BODY,
     responses={
-        200: {"model": ContributionReceipt, "description": "the device has sent the same bytes before"},
+        200: {"model": ContributionReceipt, "description": "the device has already sent the same bytes"},
         **documented(
             ProblemType.NOT_FOUND,
             ProblemType.TOO_MANY_REQUESTS,
@@ -144,7 +145,7 @@ def put_contribution(
     response: Response,
     data: Annotated[bytes, Depends(_body)],
 ) -> ContributionReceipt:
-    """Send the device's contribution to a round (FORMAT 13.2, 13.7). The same bytes may be sent again."""
+    """Send the device's contribution to a round (FORMAT 13.2, 13.7). A device may repeat the same bytes."""
     with service.database.read() as session:
         row = _federation(session, device, federation_id)
         place = contributions.place_of(session, federation=row, number=number, device_id=device.device_id)
@@ -152,7 +153,7 @@ def put_contribution(
     try:
         _check(data, row, place, own)
     except PackageError as exc:
-        # Only refused contributions are limited: they cost the strict reader and leave no row that counts.
+        # Limit only refused contributions. Their check costs time, and no row in the database limits them.
         service.sign_ins.check(f"{device.device_id} refused")
         _note_refusal(service, row, number, exc)
         raise

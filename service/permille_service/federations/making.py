@@ -1,6 +1,7 @@
 """Make a federation's definition from an operator's request (FORMAT 13.1).
 
-The header of the federation's log comes from the package's manifest. It needs neither torch nor the model.
+The definition includes the header of the federation's log. The header is made from the package's manifest, so
+neither torch nor the model is needed.
 """
 
 import math
@@ -26,26 +27,30 @@ from permille.training.adam import learning_rate, unit_exponent
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import check_step_unit_exponent, step_unit_exponent_for
 
-_NO_EPSILON = 1.0  # placeholder in the header of a gradient's log, which has no perturbation
-_LOWER_SHARE = 5  # with the split estimator, one query in five perturbs the lower half
-_GUARD_BITS = 2  # the mean of a round has two bits more than a device's integers, so that it can be finer
+_NO_EPSILON = 1.0  # placeholder in the header of a log of gradient training, which perturbs nothing
+_LOWER_SHARE = 5  # with the split estimator, one query in five perturbs the lower half of the decoder layers
+_GUARD_BITS = 2  # the mean of a round is stored with two bits more than the integers of a device
 
 
 def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey) -> Definition:
     """Return the definition of a federation on a package.
 
     Raises:
-        InputError: the options contradict each other, or lack numbers that only a trial run can tell.
+        InputError: the options contradict each other, or lack numbers that have to come from a trial run.
         PackageError: the package is damaged.
     """
     schedule, training, aggregation = body.schedule, body.training, body.aggregation
     integers = training.steps * training.queries
     if integers > MAX_INTEGERS:
         raise InputError(
-            f"A device would send {integers} integers a round; at most {MAX_INTEGERS} are allowed."
+            f"A device would send {integers} integers (steps times queries) in a round. At most "
+            f"{MAX_INTEGERS} are allowed."
         )
     if schedule.minimum > schedule.target:
-        raise InputError(f"The target {schedule.target} is below the minimum {schedule.minimum}.")
+        raise InputError(
+            f"The target of {schedule.target} devices is below the minimum of {schedule.minimum}. Raise the "
+            "target or lower the minimum."
+        )
     privacy = None if body.privacy is None else _privacy(body, body.privacy)
     definition = Definition(
         log=_header(package, body),
@@ -65,20 +70,21 @@ def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey
     )
     if definition.exposes_few and not aggregation.few_devices:
         raise InputError(
-            f"A round of {schedule.minimum} devices would publish a sum without noise that exposes each. "
-            f"Take a minimum of at least {FEW_DEVICES}, add privacy, or set few_devices (--few-devices)."
+            f"A round of {schedule.minimum} devices would publish a sum without noise, which exposes each of "
+            f"them. Use a minimum of at least {FEW_DEVICES}, add privacy, or set few_devices (--few-devices)."
         )
     return definition
 
 
 def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
-    """Return the least noise that gives the requested privacy, if it leaves a signal to learn from.
+    """Return the privacy part of a definition, with the least noise that gives the requested guarantee.
 
     Raises:
-        InputError: the noise would exceed the signal. The message names numbers that would work.
+        InputError: no noise gives the guarantee, or the noise would be larger than the signal. In the second
+            case, the message names numbers that would work.
     """
     if (asked.keeper_key is None) != (asked.keeper_url is None):
-        raise InputError("keeper_key and keeper_url belong together: set both or none.")
+        raise InputError("keeper_key and keeper_url belong together. Set both or neither.")
     training, target = body.training, body.schedule.target
     delta = 10.0**-asked.delta_exponent
     hundredths = noise_for(asked.dp_epsilon, delta, asked.participations)
@@ -87,12 +93,14 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
     kept = dp_epsilon_of(rho_of(noise, asked.participations), delta)
     if kept > asked.dp_epsilon:
         raise InputError(
-            f"No noise gives a dp_epsilon of {asked.dp_epsilon} over {asked.participations} rounds of a "
-            f"device. The most noise, {noise:.0f} times the clip, gives {kept:.2g}."
+            f"No noise gives a dp_epsilon of {asked.dp_epsilon} for a device that takes part in "
+            f"{asked.participations} rounds. The largest noise ({noise:.0f} times the clip) gives "
+            f"{kept:.2g}. Allow a larger dp_epsilon or fewer participations."
         )
     signal = signal_to_noise(target, integers, noise)
     if signal < 1:
-        # Each way out changes one number and keeps the others. Ways beyond the service's limits are left out.
+        # Each suggestion changes one number and keeps the others. Those beyond the service's limits are left
+        # out.
         affordable = max(1, int(100 * target * MEAN_NORM / math.sqrt(integers))) / 100
         dp_epsilon = dp_epsilon_of(rho_of(affordable, asked.participations), delta)
         devices = math.ceil(noise * math.sqrt(integers) / MEAN_NORM)
@@ -105,8 +113,8 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
         possible = [way for way, is_possible in ways.items() if is_possible]
         takes = ", or ".join(possible) or "more devices and fewer integers together, or fewer participations"
         raise InputError(
-            f"The signal would be {signal:.2f} of the noise, below 1: {target} devices, {integers} integers "
-            f"each, noise of {noise:.2f} times the clip. Use {takes}."
+            f"The noise would be larger than the signal (signal/noise {signal:.2f}) with {target} devices "
+            f"that send {integers} integers each and noise of {noise:.2f} times the clip. Use {takes}."
         )
     keeper = None
     if asked.keeper_key is not None and asked.keeper_url is not None:
@@ -147,7 +155,7 @@ def _header(package: Package, body: FederationCreate) -> LogHeader:
         counts=package.counts,
         split=_split(package, body),
     )
-    # The state of a round is finer than a device's integers, by the guard bits.
+    # The unit of a round's state is smaller than the unit of a device's integers, by the guard bits.
     exponent = _device_unit(header) - _GUARD_BITS
     return replace(header, step_unit_exponent=check_step_unit_exponent(exponent))
 
@@ -158,14 +166,14 @@ def _estimator(training: TrainingCreate) -> EstimatorKind:
         return training.estimator or EstimatorKind.ONE_SIDED
     if training.estimator is not None:
         raise InputError(
-            f"The method {training.method.value} has no estimator {training.estimator.value}. Leave it out, "
-            "or choose spsa, split or forward with the method zeroth-order."
+            f"The method {training.method.value} has no estimator {training.estimator.value}. Leave the "
+            "estimator out, or choose spsa, split or forward with the method zeroth-order."
         )
     return EstimatorKind.GRADIENT
 
 
 def _device_unit(header: LogHeader) -> int:
-    """Return the exponent of the unit of a device's integers, which is fine enough for its steps."""
+    """Return the exponent of the unit of a device's integers. The unit is small enough for its steps."""
     if header.estimator is EstimatorKind.GRADIENT:
         return unit_exponent(header.learning_rate)
     widest = max(queries.stop - queries.start for queries, _ in header.blocks())

@@ -1,4 +1,4 @@
-"""Federation and round rows as records."""
+"""Conversion of the database rows of federations and rounds to records of the API."""
 
 import math
 
@@ -24,11 +24,14 @@ from permille.store.errors import NotFoundError
 from permille.store.federations import members, rounds
 
 _FEWEST = 6
-"""Least number of devices for an interval. Student's t assumes nearly normal gains."""
+"""Least number of devices for a confidence interval.
+
+Student's t assumes gains that are nearly normally distributed. With fewer devices, this matters too much.
+"""
 
 
 def present(session: Session, row: tables.Federation) -> Federation:
-    """Return the operators' view of a federation."""
+    """Return the record of a federation as operators see it."""
     return Federation(
         **_summary(row).model_dump(),
         target=row.target,
@@ -42,7 +45,7 @@ def present(session: Session, row: tables.Federation) -> Federation:
 
 
 def present_offer(row: tables.Federation, *, member: bool) -> FederationOffer:
-    """Return a device's view of a federation."""
+    """Return the record of a federation as devices see it."""
     return FederationOffer(**_summary(row).model_dump(), member=member, target=row.target)
 
 
@@ -71,7 +74,7 @@ def present_privacy(row: tables.Federation, distribution: dict[int, int]) -> Fed
 
 
 def present_round(session: Session, row: tables.Round) -> RoundRecord:
-    """Return the operators' view of a round."""
+    """Return the record of a round as operators see it."""
     invited, received = rounds.counts(session, row)
     return RoundRecord(
         number=row.number,
@@ -82,7 +85,7 @@ def present_round(session: Session, row: tables.Round) -> RoundRecord:
         invited=invited,
         received=received,
         counted=row.counted,
-        # The column is JSON of the database, so its values are checked again.
+        # The values of a JSON column can be of any type.
         refused={code: count for code, count in row.refused.items() if isinstance(count, int)},
         reason=row.reason,
         job_id=row.job_id,
@@ -94,7 +97,7 @@ def present_round(session: Session, row: tables.Round) -> RoundRecord:
 
 
 def adoption_of(row: tables.Round) -> Adoption:
-    """Return the gain that the devices of a round measured for the state that they started from."""
+    """Return the gain of the state from which a round started, as the devices of the round measured it."""
     low = gain_low(row)
     return Adoption(
         round=row.number,
@@ -107,7 +110,10 @@ def adoption_of(row: tables.Round) -> Adoption:
 
 
 def gain_low(row: tables.Round) -> float | None:
-    """Return the lower end of the 95 % interval of the mean gain (Student's t), or None for few devices."""
+    """Return the lower end of the 95 % confidence interval of the mean gain (Student's t).
+
+    Return None if too few devices took part.
+    """
     devices = row.counted or 0
     if row.gain_mean is None or row.gain_error is None or devices < _FEWEST:
         return None

@@ -1,4 +1,4 @@
-"""Routes of federations for operators, and of the files that every participant may read."""
+"""Routes of federations for operators, and routes of the files that devices may read as well."""
 
 import logging
 from typing import Annotated
@@ -48,26 +48,29 @@ router = APIRouter(
 )
 FederationId = Annotated[str, key_of("fed")]
 RoundNumber = Annotated[int, Path(alias="number", ge=0, le=MAX_ROUNDS, examples=[0])]
-_After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="number of rounds that the caller has")]
+_After = Annotated[
+    int, Query(ge=0, le=MAX_INTEGER, description="number of rounds that the caller has already")
+]
 _Until = Annotated[
-    int | None, Query(ge=0, le=MAX_INTEGER, description="number of rounds to reach; default: all")
+    int | None,
+    Query(ge=0, le=MAX_INTEGER, description="number of rounds that the caller wants to have; default: all"),
 ]
 
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_federation(body: FederationCreate, creating: Creating) -> Federation:
-    """Define a federation on a release. Its devices may join it once it is started."""
+    """Define a federation on a release. Devices that follow the release may join it once it is started."""
     service, tenant_id = creating.service, creating.operator.tenant_id
     with service.database.read() as session:
         version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
         release = releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
     if release.yanked_at is not None:
         raise ConflictError(f"{body.release!r} version {version} was yanked. Choose another version.")
-    # Opened before the write transaction, since the blob may come from a bucket.
+    # Open the package before the write transaction, because the blob may have to come from a bucket.
     package = Package.open(service.blobs, release.package_digest)
 
     def make(session: Session) -> Federation:
-        with as_conflicts():  # each value passed its schema, but they contradict each other
+        with as_conflicts():  # each value fits its schema, but values can contradict each other
             definition = define(package, body, service.round_keys.make(tenant_id))
         new = NewFederation(
             name=body.name,
@@ -98,8 +101,8 @@ def get_federation(federation_id: FederationId, service: Served, operator: Viewe
 
 @router.post("/{federation_id}/start", responses=documented(ProblemType.CONFLICT))
 def start_federation(federation_id: FederationId, service: Served, operator: Maker) -> Federation:
-    """Start a federation, or continue after a pause. Devices may join, and rounds begin. The signed trust
-    metadata lists its definition."""
+    """Start a federation, or continue it after a pause. Devices may then join, and rounds begin. The signed
+    trust metadata lists the definition of the federation."""
 
     def start(session: Session, repository: Repository) -> Federation:
         row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
@@ -112,8 +115,8 @@ def start_federation(federation_id: FederationId, service: Served, operator: Mak
 
 @router.post("/{federation_id}/pause", responses=documented(ProblemType.CONFLICT))
 def pause_federation(federation_id: FederationId, service: Served, operator: Maker) -> Federation:
-    """Stop inviting devices. The open round still accepts contributions. No further round opens before the
-    next start."""
+    """Pause a federation, so that no more devices are invited. The open round still accepts contributions. No
+    further round opens before the next start."""
     with changing(service, operator) as session:
         row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         definitions.pause(row)
@@ -122,19 +125,19 @@ def pause_federation(federation_id: FederationId, service: Served, operator: Mak
 
 @router.post("/{federation_id}/finish", responses=documented(ProblemType.CONFLICT))
 def finish_federation(federation_id: FederationId, service: Served, operator: Maker) -> Federation:
-    """End a federation for good. Its open round closes with the contributions so far, and the trust metadata
-    no longer lists its definition."""
+    """End a federation for good. Its open round closes with the contributions that have arrived. The trust
+    metadata no longer lists its definition."""
     job_ids: list[str] = []
 
     def finish(session: Session, repository: Repository) -> Federation:
         row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         job_id = definitions.finish(session, row)
-        # The transaction may run twice, so the list is replaced, not extended.
+        # The transaction may run twice, so replace the list and do not extend it.
         job_ids[:] = [job_id] if job_id else []
         try:
             repository.drop(federation_path(row.definition_digest))
-        except KeyElsewhereError as exc:  # devices learn from its state that it is finished
-            logger.warning("%s stays listed until its list is signed elsewhere: %s", row.id, exc)
+        except KeyElsewhereError as exc:  # devices see in the state of the federation that it is finished
+            logger.warning("%s stays in the metadata until that is signed elsewhere: %s", row.id, exc)
         return present(session, row)
 
     record = repositories.change_by(service, operator, finish)
@@ -146,14 +149,16 @@ def finish_federation(federation_id: FederationId, service: Served, operator: Ma
 def create_adoption(
     federation_id: FederationId, body: AdoptionCreate, service: Served, operator: Maker
 ) -> Adoption:
-    """Let members' devices begin with the state of a round. An uncertain gain needs a reason."""
+    """Let the devices of the federation start their training from the state of a round. If the gain of the
+    state is uncertain, the request must give a reason."""
     with changing(service, operator, body) as session:
         row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         adoption = _adoption(session, row, body.round)
         if not adoption.sure and body.reason is None:
             raise ConflictError(
-                f"The gain of round {adoption.round} is not surely above 0 for at least {EVIDENCE_DEVICES} "
-                f"devices: {_gain_words(adoption)}. Give a reason to adopt it anyway."
+                f"It is not certain that the state after round {adoption.round} is better "
+                f"({_gain_words(adoption)}). This needs a gain surely above 0, measured by at least "
+                f"{EVIDENCE_DEVICES} devices. Give a reason to adopt the state anyway."
             )
         row.adopted_round = adoption.round
         return adoption
@@ -198,7 +203,10 @@ def get_round(
     },
 )
 def get_federation_definition(federation_id: FederationId, service: Served, principal: Anyone) -> Response:
-    """Read the terms of a federation (FORMAT 13.1). Devices find their digest in the trust metadata."""
+    """Read the definition of a federation (FORMAT 13.1).
+
+    Devices compare its digest with the trust metadata.
+    """
     with service.database.read() as session:
         row = _readable(session, principal, federation_id)
     return Response(
@@ -218,7 +226,8 @@ def get_federation_history(
     after: _After = 0,
     until: _Until = None,
 ) -> Response:
-    """Read the rounds after the given number. If a checkpoint with later rounds is smaller, read that."""
+    """Read the rounds that the caller lacks. If it is smaller, the answer has a checkpoint and the rounds
+    after the checkpoint instead."""
     with service.database.read() as session:
         row = _readable(session, principal, federation_id)
         way = history.way_to(session, row, after=after, until=row.number if until is None else until)
@@ -254,7 +263,7 @@ def _readable(
 
 
 def _catch_up(service: Service, row: tables.Federation, way: history.Way) -> bytes:
-    # Heads are signed for each answer: workers, which close rounds, have no keys.
+    # Sign heads for each answer. Workers close rounds, but have no keys to sign their heads.
     key = service.round_keys.read(row.tenant_id, Definition.from_bytes(row.definition).key)
     checkpoint = None
     if way.checkpoint is not None:
@@ -271,7 +280,10 @@ def _gain_words(adoption: Adoption) -> str:
 
 
 def _adoption(session: Session, row: tables.Federation, number: int | None) -> Adoption:
-    """Return the measured gain of the state after `number` rounds. By default, of the newest measured one."""
+    """Return the measured gain of the state after `number` rounds.
+
+    None: the newest state that was measured.
+    """
     if number is None:
         number = history.newest_measured(session, row)
     if number is None:

@@ -22,7 +22,8 @@ router = APIRouter(
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_corpus(body: CorpusCreate, creating: Creating) -> Corpus:
-    """Register a corpus: a file below the tenant's corpus root, or a streamed data set of the allow-list."""
+    """Register a corpus: a file below the tenant's corpus root, or a data set of the allow-list, which jobs
+    stream from its hub."""
     source = body.source
     size_bytes = _size_of(creating, source.path) if isinstance(source, FileCorpus) else None
 
@@ -56,7 +57,7 @@ def get_corpus(corpus_id: CorpusId, service: Served, operator: Viewer) -> Corpus
 
 @router.delete("/{corpus_id}", status_code=204, responses=documented(ProblemType.CONFLICT))
 def delete_corpus(corpus_id: CorpusId, service: Served, operator: Maker) -> None:
-    """Forget a corpus that no result refers to. Its file stays."""
+    """Remove the registration of a corpus that no result refers to. Its file stays."""
     with changing(service, operator) as session:
         inputs.remove(session, tables.Corpus, tenant_id=operator.tenant_id, row_id=corpus_id)
 

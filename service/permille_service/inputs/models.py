@@ -1,5 +1,7 @@
-"""Routes of base models. A folder is checked when it is registered: its family, and its tensors by their
-headers."""
+"""Routes of base models.
+
+When a folder is registered, its family is checked, and its tensors are checked by their headers.
+"""
 
 import math
 from collections.abc import Callable
@@ -64,7 +66,7 @@ def get_model(model_id: ModelId, service: Served, operator: Viewer) -> Model:
 
 @router.delete("/{model_id}", status_code=204, responses=documented(ProblemType.CONFLICT))
 def delete_model(model_id: ModelId, service: Served, operator: Maker) -> None:
-    """Forget a model that nothing was made of. Its files stay."""
+    """Remove the registration of a model from which nothing was made. Its files stay."""
     with changing(service, operator) as session:
         inputs.remove(session, tables.Model, tenant_id=operator.tenant_id, row_id=model_id)
 
@@ -86,13 +88,14 @@ def present(row: tables.Model) -> Model:
 
 
 def _facts(creating: Creation, source: FolderModel | GgufModel) -> ModelFacts:
-    """Return the stored facts about a model's folder or file.
+    """Return the facts about a model's folder or file that the database stores.
 
-    The first job adds the digest of its weights.
+    The first job adds the digest of the model's weights.
 
     Raises:
-        ApiError: `not-found`: the path does not exist or leads out of the root, with the same message;
-            `conflict`: an unknown family, missing files, or a file that cannot be read.
+        ApiError: `not-found`: the path does not exist, or it leads out of the root. The message is the same
+            for both.
+            `conflict`: the family is unknown, files are missing, or a file cannot be read.
     """
     what = "folder" if isinstance(source, FolderModel) else "file"
     path = locate(creating, lambda roots: roots.models, source.path, what=what)
@@ -111,7 +114,8 @@ def locate(creating: Creation, root: Callable[[inputs.Roots], Path], relative: s
 
 
 def _facts_of_folder(folder: Path) -> ModelFacts:
-    if pickled_weights(folder):  # which only the confined child of a job opens
+    # Pickled weights can run code, so only the sandboxed child process of a job opens them.
+    if pickled_weights(folder):
         return _facts_of_config(read_config(folder))
     checkpoint = Checkpoint(folder)
     return ModelFacts(
@@ -128,7 +132,7 @@ def _facts_of_config(config: dict[str, Any]) -> ModelFacts:
     return ModelFacts(
         family=family_of(config).value,
         config=config,
-        size_bytes=4 * parameters,  # of the folder that the first job makes
+        size_bytes=4 * parameters,  # the size of the float32 folder that the first job makes
         parameter_count=parameters,
         scoped_parameter_count=sizes_of(config).scoped,
     )
@@ -140,6 +144,7 @@ def _facts_of_gguf(path: Path) -> ModelFacts:
     from permille.models.gguf.tokenizer import chat_template, tokenizer_files
 
     model = read_model(GgufFile(path))
-    tokenizer_files(model.file)  # refuses what the first job would
+    # Refuse now what the first job would refuse.
+    tokenizer_files(model.file)
     chat_template(model.file)
     return _facts_of_config(dict(model.config))

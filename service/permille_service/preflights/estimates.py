@@ -1,10 +1,12 @@
 """Estimates of the memory, disk and time that a job needs, and measurements of what this machine has.
 
-Needs are computed from the model's config alone. No model file is read. The figures are upper estimates of
-the worker's methods: weights in float32, one sequence at a time, one tensor's gradient, checkpointed
-activations. They serve to refuse hopeless jobs early, not to predict.
+The needs are computed from the model's config. No file of the model is read. They are upper bounds for the
+way in which workers do the work: weights in float32, one sequence at a time, the gradient of one tensor at a
+time, and activations that the backward pass computes again (checkpointing). They serve to refuse hopeless
+jobs early, not to predict exact figures.
 
-Free memory takes the limit of the control group into account. The speed of the machine is assumed.
+The free memory takes the limit of the control group into account. The speed of the machine is not measured:
+it comes from the settings, or is assumed from the number of cores.
 """
 
 import os
@@ -22,27 +24,34 @@ from permille.schemas.sparsifications import Recovery, SparsificationCreate
 from permille_service.settings import Settings
 
 FLOAT_BYTES = 4
-FLOPS_A_CORE = 8e9  # float32 matrix products on a modest core; `flops_per_s` replaces it
+FLOPS_A_CORE = 8e9  # float32 matrix products on a modest core; the setting `flops_per_s` replaces it
 MAX_JOB_S = 7 * 86_400.0  # preflight refuses a longer job
-_TOKENS_A_PASS = 1024  # in the fine-tuning of adapters
-PROCESS_BYTES = 400 * 1024 * 1024  # interpreter and torch before the first weight
-# Floating-point operations a token and weight: forward 2, backward 4, the forward again for checkpointing 2.
+_TOKENS_A_PASS = 1024  # tokens of one forward pass in the fine-tuning of adapters
+PROCESS_BYTES = 400 * 1024 * 1024  # the interpreter and torch, before any weight is loaded
+# Floating-point operations for each token and weight: 2 for the forward pass, 4 for the backward pass, and 2
+# to repeat the forward pass for checkpointed activations.
 FISHER_FLOPS = 8
 FORWARD_FLOPS = 2
-SHARD_SEQUENCES, MOST_SHARDS = 16, 64  # of a mask that is scored in parts: `permille.sensitivity.scores`
-# auto-round, with the arguments that `permille.quantization.rounding` uses: steps for each block, sequences
-# of a step, copies of the model, and hidden vectors kept for each token of the text and of a step.
+# A mask with much work is scored in shards (`permille.sensitivity.scores`): sequences of a shard, and the
+# maximum number of shards.
+SHARD_SEQUENCES, MOST_SHARDS = 16, 64
+# auto-round, with the arguments that `permille.quantization.rounding` uses: steps for each decoder layer,
+# sequences in a step, copies of the model, and hidden vectors held in memory for each token of the text and
+# for each token of a step.
 ROUNDING_STEPS, ROUNDING_BATCH = 200, 8
 ROUNDING_COPIES, ROUNDING_CACHES, ROUNDING_VECTORS = 4, 4, 64
-# Exporting a program: copies of the model in float32, and the time of its graph, layer by layer.
+# Export of a program: copies of the model in float32, and seconds to trace the graph of a decoder layer.
 EXPORT_COPIES, EXPORT_LAYER_S = 6, 20
-SECONDS_A_WEIGHT = 60e-9  # reading, coding and writing one weight on one core
+SECONDS_A_WEIGHT = 60e-9  # to read, encode and write one weight on one core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Counts of weights, the widths that decide activations, and the highest ranks with which an adapter is
-    smaller than every linear in scope."""
+    """Sizes of a model that decide the needs of a job.
+
+    They are counts of weights and layers, the widths that decide the size of activations, and for each kind
+    of adapter the highest rank with which it is smaller than every linear layer in scope.
+    """
 
     parameters: int
     scoped: int
@@ -94,8 +103,9 @@ def sparsification_needs(
 ) -> Needs:
     """Estimate the needs of a sparsification.
 
-    Memory: embedding and head, or one decoder layer with the Gram matrices of its inputs and SparseGPT's
-    temporaries. Disk: two copies of the model, and the hidden states.
+    Memory: the larger of two amounts. One is the embedding and the head. The other is a decoder layer with
+    the Gram matrices of its inputs and the temporary arrays of SparseGPT. Disk: two copies of the model, and
+    the hidden states.
     """
     rows = request.sequences + 2 * request.evaluation_sequences
     tokens = rows * request.length
@@ -119,11 +129,11 @@ def sparsification_needs(
 def _recovery_needs(
     sizes: Sizes, request: SparsificationCreate, recovery: Recovery, *, pruning: Needs, flops_per_s: float
 ) -> Needs:
-    """Return the needs of pruning and fine-tuning.
+    """Return the needs of pruning and of the fine-tuning that follows.
 
-    Memory: the whole model with a decoder layer's changed weights and gradients, adapters with gradients and
-    moments, logits and their gradients. Disk: both the pruned model and the fine-tuned one. Time: a step
-    takes two forward passes, and a backward pass of twice the work.
+    Memory: the whole model, the changed weights and gradients of a decoder layer, adapters with their
+    gradients and moments, and logits with their gradients. Disk: the pruned model and the fine-tuned one.
+    Time: each step has two forward passes, and a backward pass that costs as much as two more.
     """
     adapters = 4 * 2 * recovery.rank * sizes.scoped // min(sizes.hidden, sizes.scoped)
     logits = 4 * max(request.length, _TOKENS_A_PASS) * sizes.vocabulary
@@ -146,8 +156,8 @@ def mask_needs(
 ) -> Needs:
     """Estimate the needs of a mask.
 
-    Scores that do not fit into `memory_bytes` go to the disk. A job of more work than `split_flops` is split
-    into shards, and the scores of each shard go to the disk, too.
+    Scores that do not fit into `memory_bytes` are written to the disk. A job that needs more operations than
+    `split_flops` is split into shards, which also write their scores to the disk.
     """
     scores = sizes.scoped * FLOAT_BYTES
     mask_disk = round(sizes.scoped * options.density) * 2 * FLOAT_BYTES
@@ -165,7 +175,7 @@ def mask_needs(
 
 
 def _held(sizes: Sizes, activations: int, memory_bytes: int | None) -> int:
-    """Return the bytes of the whole model, or of its largest part if the whole does not fit."""
+    """Return the memory for the whole model, or for its largest part if the whole does not fit."""
     whole = PROCESS_BYTES + (sizes.parameters + 2 * sizes.largest + activations) * FLOAT_BYTES
     if memory_bytes is None or whole <= memory_bytes:
         return whole
@@ -181,7 +191,7 @@ def quantization_needs(
     flops_per_s: float,
     memory_bytes: int | None,
 ) -> Needs:
-    """Estimate the needs of a quantization. Measuring perplexity runs the model in float32, twice."""
+    """Estimate the needs of a quantization. The measurement of perplexity runs the model twice in float32."""
     codes = sizes.scoped if isinstance(options, Int8) else sizes.scoped // 2
     plain = (sizes.parameters - sizes.scoped) * FLOAT_BYTES
     memory = PROCESS_BYTES + 6 * sizes.largest * FLOAT_BYTES
@@ -200,7 +210,7 @@ def quantization_needs(
 
 
 def package_needs(sizes: Sizes) -> Needs:
-    """Estimate the needs of a package. Its layers exist already. The values and files are added."""
+    """Estimate the needs of a package. Its large files exist already, so the job only adds small ones."""
     return Needs(
         memory_bytes=PROCESS_BYTES + 2 * sizes.largest * FLOAT_BYTES,
         disk_bytes=sizes.scoped // 100 * FLOAT_BYTES + 32 * 1024 * 1024,
@@ -209,10 +219,10 @@ def package_needs(sizes: Sizes) -> Needs:
 
 
 def pooling_needs(sizes: Sizes, request: PoolingCreate, *, package_bytes: int, flops_per_s: float) -> Needs:
-    """Estimate the needs of a pooled state.
+    """Estimate the needs of training a pooled state on public text.
 
-    Memory: the mapped package, a hidden vector for each token and decoder layer, the activations of one
-    decoder layer, and Adam's moments.
+    Memory: the memory-mapped package, a hidden vector for each token and decoder layer, the activations of
+    one decoder layer, and the moments of Adam.
     """
     tokens = request.rows * request.length
     activations = tokens * (sizes.layers + 32) * sizes.hidden * FLOAT_BYTES
@@ -237,7 +247,7 @@ def export_needs(sizes: Sizes) -> Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Resources that a job may use. None means unknown, and then nothing is refused for it."""
+    """Resources that a job may use. None means unknown. No job is refused for an unknown resource."""
 
     memory_bytes: int | None
     disk_bytes: int | None
@@ -245,7 +255,7 @@ class Capacity:
 
 
 def measure_machine(settings: Settings) -> Capacity:
-    """Measure the machine now."""
+    """Return the resources that this machine has now."""
     free = settings.memory_bytes if settings.memory_bytes is not None else available_memory()
     return Capacity(
         memory_bytes=free,

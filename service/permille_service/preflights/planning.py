@@ -1,8 +1,8 @@
 """Preflight of a request: estimate its needs, and say whether the machine has them.
 
-If no worker has read a hub model yet, its needs are unknown. Then the answer says so, and does not refuse for
-lack of memory, disk or time. The time is estimated from the number of operations, and corrected by the
-tenant's past jobs of the same kind.
+If no worker has downloaded a hub model yet, the needs of its jobs are unknown. The answer then says so, and
+no request is refused for lack of memory, disk or time. The time is estimated from the number of operations,
+and corrected by the times that the tenant's past jobs of the same kind took.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ from permille_service.problems import PRIVATE, ApiError, as_conflicts, documente
 
 ADAPTER = "adapter"  # the role of the adapter layer in a package's manifest
 NOTHING = Needs(memory_bytes=0, disk_bytes=0, seconds=0.0)
-_UNREAD = "the files of this hub model have not been read yet: its first job downloads them"
+_UNREAD = "the files of this hub model are not here yet; its first job downloads them"
 _KINDS = {
     SparsificationCreate: JobKind.SPARSIFICATION,
     FisherMaskCreate: JobKind.MASK,
@@ -71,7 +71,8 @@ def check(service: Service, tenant_id: str, request: Closed) -> None:
     """Refuse a request that contradicts itself, or that needs more than the machine has.
 
     Raises:
-        ApiError: `preflight-refused`, with the figures, or `conflict` if parts do not go together.
+        ApiError: `preflight-refused`: the machine has too little memory, disk or time.
+            `conflict`: parts of the request do not fit each other.
         NotFoundError: an object of the request does not exist.
     """
     verdict = preflight_of(service, tenant_id, request)
@@ -86,7 +87,7 @@ def check(service: Service, tenant_id: str, request: Closed) -> None:
 
 
 def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight:
-    """Return a request's needs and whether the machine has them.
+    """Return the needs of a request, and whether the machine has them.
 
     Raises the errors of `check`, except `preflight-refused`.
     """
@@ -94,7 +95,7 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
     with service.database.read() as session:
         planner = _Planner(session, tenant_id, machine, service.settings.fisher_split_flops)
         needs = planner.needs_of(request)
-        # By identity: NOTHING means that the needs are unknown, but known needs may also be zero.
+        # Compare by identity. NOTHING stands for unknown needs, and known needs may be equal to it.
         if needs is NOTHING:
             return compare(None, machine)
         seconds, jobs = forecast_s(
@@ -102,8 +103,8 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
             tenant_id=tenant_id,
             kind=kind,
             estimated_s=needs.seconds,
-            # Estimate past jobs with this machine's speed, too. The forecast multiplies the new estimate by
-            # actual / estimated times of past jobs, so an error of the assumed speed mostly cancels out.
+            # Estimate past jobs with the same assumed speed. The forecast multiplies the new estimate by the
+            # ratio of actual to estimated times of past jobs, so an error of the speed mostly cancels out.
             estimate=lambda past: planner.needs_of(past).seconds,
         )
     told_by = f"corrected by the times of {jobs} past jobs of kind {kind}" if jobs else ""
@@ -114,8 +115,8 @@ def compare(needs: Needs | None, machine: Capacity, *, told_by: str = "") -> Pre
     """Compare needs with what a machine has. An unknown figure never causes a refusal.
 
     Args:
-        needs: None if they are unknown.
-        told_by: the past jobs that corrected the time. Empty if only operations were counted.
+        needs: the estimated needs. None: they are unknown.
+        told_by: words that say which past jobs corrected the time. Empty: no past job corrected it.
     """
     memory, disk, seconds = (
         (None, None, None) if needs is None else (needs.memory_bytes, needs.disk_bytes, needs.seconds)
@@ -173,7 +174,7 @@ class _Planner:
         raise TypeError(f"{type(request).__name__} is no request for work")
 
     def _sparsification(self, request: SparsificationCreate) -> Needs:
-        """Estimate a sparsification. Refuse a plan that does not fit the config, or a name that is taken."""
+        """Estimate a sparsification. Refuse it if it does not fit the model, or if its name is taken."""
         self._check_corpus(request.corpus_id, request.sequences * request.length)
         inputs.check_name(self._session, Model, self._tenant_id, request.name)
         sizes = self._sizes(request.model_id)
@@ -237,16 +238,17 @@ class _Planner:
         if mask.model_id != quantization.model_id:
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"The parts are of two models, {mask.model_id} and {quantization.model_id}.",
+                f"The mask belongs to model {mask.model_id}, and the quantization to model "
+                f"{quantization.model_id}. Choose parts of the same model.",
             )
 
     def _check_gguf(self, model_id: str) -> None:
-        """Refuse a model without a GGUF file. The worker, which reads the file, checks its types."""
+        """Refuse a model without a GGUF file. The worker reads the file, and checks its tensor types."""
         model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)
         if model.source["kind"] != "gguf":
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"Scheme source keeps the codes of a GGUF file, and {model.name!r} was not added from one. "
+                f"The scheme `source` keeps the codes of a GGUF file, and {model.name!r} has none. "
                 "Add it with `permille models add NAME --gguf FILE`, or choose another scheme.",
             )
 
@@ -289,12 +291,12 @@ class _Planner:
         if artifacts.blob_of(package, ADAPTER) is not None:
             raise ApiError(
                 ProblemType.CONFLICT,
-                "This package trains an adapter, and programs take sparse values only.",
+                "This package trains an adapter. Export a package that trains sparse values.",
             )
         if request.variants > request.rows:  # JSON schema cannot compare two fields
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"{request.rows} rows are too few for {request.variants} variants: each needs at least one.",
+                f"{request.rows} rows are too few for {request.variants} variants. Each variant needs a row.",
             )
         if none_can_export(self._session):
             raise ApiError(
@@ -312,14 +314,15 @@ class _Planner:
             return sizes_of(model.config, scope)
 
     def _check_corpus(self, corpus_id: str | None, tokens: int = 0) -> None:
-        """Refuse a corpus whose file has fewer bytes than the tokens asked for.
+        """Refuse a corpus whose file has fewer bytes than the request needs tokens.
 
-        A token takes at least one byte. The true number of tokens is known only after the corpus is read.
+        A token takes at least one byte. The exact number of tokens is known only after a job has read the
+        corpus.
         """
         if corpus_id is None:
             return
         corpus = rows.get(self._session, Corpus, tenant_id=self._tenant_id, row_id=corpus_id)
-        # A compressed file may hold many times its size.
+        # The text of a compressed file may be many times larger than the file.
         packed = str(corpus.source.get("path", "")).endswith(".gz")
         if corpus.size_bytes is not None and not packed and tokens > corpus.size_bytes:
             raise ApiError(
@@ -329,11 +332,12 @@ class _Planner:
             )
 
 
+# A forecast uses this number of past jobs.
 COUNTED: Final = 5
-# The most past jobs that are read in search of `COUNTED` usable ones.
+# To find them, it reads at most this number of past jobs.
 _LOOKED_AT: Final = 20
-# Seconds to start a process and read files, which the estimates do not include. Without this, a small job,
-# which is almost all overhead, would make a large one look ten times slower than its estimate.
+# Seconds to start a process and read files, which the estimates do not include. A small job takes little more
+# than this overhead. Without this term, small past jobs would make a large job look ten times slower.
 _FIXED_S: Final = 30.0
 
 Estimate = Callable[[Closed], float]
@@ -342,15 +346,15 @@ Estimate = Callable[[Closed], float]
 def forecast_s(
     session: Session, *, tenant_id: str, kind: JobKind, estimated_s: float, estimate: Estimate
 ) -> tuple[float, int]:
-    """Forecast the seconds of a new job. Returns them, and the number of past jobs that they are based on.
+    """Forecast the seconds of a new job. Return them, and the number of past jobs that they are based on.
 
-    Each recent job that succeeded took some multiple of its estimate. The new job's estimate is multiplied by
-    the median of these multiples. To both estimates, `_FIXED_S` is added first. If there is no such job, the
-    estimate is returned unchanged.
+    The forecast looks at recent jobs that succeeded. For each of them, it divides the time that the job took
+    by its estimate. It multiplies the estimate of the new job by the median of these ratios. `_FIXED_S` is
+    added to every estimate first. If there are no such jobs, the estimate is returned unchanged.
 
     Args:
-        estimate: estimates the seconds of a past request. It may refuse a request whose parts are gone.
-            Such a job does not count.
+        estimate: a function that estimates the seconds of a past request. If it raises an error, for example
+            because a model was removed, the past job is ignored.
     """
     newest = (
         select(Job)
@@ -370,14 +374,14 @@ def forecast_s(
             found.append(took_s / (past_s + _FIXED_S))
     if not found:
         return estimated_s, 0
-    # The median ignores a job that waited for a busy machine or a slow download.
+    # Some jobs had to wait for a busy machine or a slow download. The median ignores such outliers.
     return median(found) * (estimated_s + _FIXED_S), len(found)
 
 
 def _took_s(session: Session, job: Job) -> float | None:
     """Return the seconds from the start of a job, or of its first part, to its end.
 
-    Parts run before the last attempt of their job, and the job's row has only the start of that attempt.
+    The row of a job only holds the start of the job's last attempt. Its parts started before that.
     """
     first: datetime | None = session.scalar(select(func.min(Job.started_at)).where(Job.parent_id == job.id))
     started = min(filter(None, (first, job.started_at)), default=None)

@@ -1,1 +1,1 @@
-"""Releases: signed, aliased, withdrawn."""
+"""Releases: publishing, aliases, and withdrawal of versions."""

@@ -1,4 +1,5 @@
-"""Routes of releases. Operators publish, yank and alias versions. Devices read their alias."""
+"""Routes of releases. Operators publish and yank versions, and point aliases at them. Devices read the
+version of the alias that they follow."""
 
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
@@ -35,7 +36,8 @@ router = APIRouter(
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_release(body: ReleaseCreate, creating: Creating) -> ReleaseRecord:
-    """Publish a package as the next version of a release. If an alias is named, point it at this version."""
+    """Publish a package as the next version of a release. If the request names an alias, point the alias at
+    this version."""
     service, tenant_id = creating.service, creating.operator.tenant_id
     return creating.add(ReleaseRecord, body, lambda session: _publish(service, session, tenant_id, body))
 
@@ -71,7 +73,8 @@ def compare_release(
     version: OtherVersion = None,
     against: OtherVersion = None,
 ) -> Comparison:
-    """Compare the reports on two versions: by default the newest, and the one before that was not yanked."""
+    """Compare the reports of devices on two versions. By default, these are the newest version and the one
+    before it that was not yanked."""
     with service.database.read() as session:
         return compare(session, tenant_id=operator.tenant_id, name=name, version=version, against=against)
 
@@ -80,8 +83,8 @@ def compare_release(
 def yank_release(
     name: ReleaseName, version: VersionNumber, body: ReleaseYank, service: Served, operator: Maker
 ) -> ReleaseYanked:
-    """Withdraw a version for good. Devices no longer install it. Devices that have it keep it until the alias
-    points at another version. To go back, publish the older package as a new version."""
+    """Withdraw a version for good. Devices no longer install it. Devices that have installed it keep it until
+    their alias points at another version. To go back, publish the older package as a new version."""
 
     def withdraw(session: Session, repository: Repository) -> ReleaseYanked:
         row = releases.yank(
@@ -104,7 +107,7 @@ def list_aliases(name: ReleaseName, service: Served, operator: Viewer) -> list[A
 
 @router.get("/{name}/aliases/{alias}")
 def resolve_alias(name: ReleaseName, alias: AliasName, service: Served, principal: Anyone) -> Release:
-    """Read the version that an alias points at now. A device checks and installs this release."""
+    """Read the version that an alias points at now. A device verifies this version and installs it."""
     if isinstance(principal, DevicePrincipal) and (principal.release, principal.alias) != (name, alias):
         raise ApiError(ProblemType.NOT_FOUND, f"no alias {alias!r} of release {name!r} for this device")
     found = releases.resolve_alias(service.database, tenant_id=principal.tenant_id, name=name, alias=alias)
@@ -145,7 +148,7 @@ def delete_alias(name: ReleaseName, alias: AliasName, service: Served, operator:
 
 
 def present(session: Session, row: tables.Release) -> Release:
-    """Return the devices' view of a version."""
+    """Return the record of a version as devices see it."""
     package = _package(session, row.tenant_id, row.package_digest)
     return Release(
         name=row.name,
@@ -157,7 +160,7 @@ def present(session: Session, row: tables.Release) -> Release:
 
 
 def present_record(session: Session, row: tables.Release) -> ReleaseRecord:
-    """Return the operators' view of a version."""
+    """Return the record of a version as operators see it."""
     aliases = releases.list_aliases(session, tenant_id=row.tenant_id, name=row.name)
     return ReleaseRecord(
         **present(session, row).model_dump(),

@@ -11,23 +11,24 @@ from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.session import Session
 from permille_service.forms import form_of
 
-groups = typer.Typer(no_args_is_help=True, help="Groups of devices, by name, tag or rule.")
+groups = typer.Typer(no_args_is_help=True, help="Groups of devices that rollouts can select.")
 rollouts = typer.Typer(no_args_is_help=True, help="Versions that reach devices wave by wave.")
 
 _GROUPS = ("id", "name", "devices", "created_at")
 _ROLLOUTS = ("id", "release", "version", "alias", "state", "wave", "reason", "created_at")
 _ENDED: Final = frozenset({"done", "stopped", "reverted"})
 _Many = list[str] | None
-WebhookArgument = Annotated[str, typer.Argument(help="Its id, or the first characters of it.")]
-RolloutArgument = Annotated[str, typer.Argument(help="Its id, or the first characters of it.")]
+WebhookArgument = Annotated[str, typer.Argument(help="The webhook's id, or the first characters of the id.")]
+RolloutArgument = Annotated[str, typer.Argument(help="The rollout's id, or the first characters of the id.")]
 
 
-webhooks = typer.Typer(no_args_is_help=True, help="Addresses to call when rollouts halt or end.")
+webhooks = typer.Typer(no_args_is_help=True, help="URLs that the service calls when rollouts halt or end.")
 
 
 @command(webhooks, "create")
 def create_webhook(session: Session, url: str, key: Key = None) -> Any:
-    """Register an address to call when rollouts halt or end. Keep the secret: it is shown only once.
+    """Register a URL that the service calls when a rollout halts or ends. Keep the secret, it is shown only
+    once.
 
     Example:
 
@@ -37,12 +38,14 @@ def create_webhook(session: Session, url: str, key: Key = None) -> Any:
 
 
 add_list(webhooks, "webhooks", ("id", "url", "created_at"))
-add_deletion(webhooks, "webhooks", "delete", "Remove a webhook, and drop its pending events.")
+add_deletion(
+    webhooks, "webhooks", "delete", "Remove a webhook. Events that wait to be sent to it are dropped."
+)
 
 
 @command(webhooks, "deliveries")
 def list_deliveries(session: Session, webhook: WebhookArgument, limit: Rows = 100) -> None:
-    """List the events of a webhook, newest first, and why attempts failed.
+    """List the events of a webhook, newest first. For failed attempts, show the reason.
 
     Example:
 
@@ -60,11 +63,15 @@ def create_group(
     device: Annotated[_Many, typer.Option(help="Only this device. Repeatable.")] = None,
     tag: Annotated[_Many, typer.Option(help="Only devices with this tag. Repeatable.")] = None,
     engine: Annotated[_Many, typer.Option(help="Only devices with this engine. Repeatable.")] = None,
-    agent_version: Annotated[str | None, typer.Option(help="Lowest version of the agent.")] = None,
-    memory_gib: Annotated[int, typer.Option(min=0, help="Least memory, in GiB.")] = 0,
+    agent_version: Annotated[
+        str | None, typer.Option(help="Only devices with at least this version of the agent.")
+    ] = None,
+    memory_gib: Annotated[
+        int, typer.Option(min=0, help="Only devices with at least this memory, in GiB.")
+    ] = 0,
     key: Key = None,
 ) -> Any:
-    """Create a group of the devices that meet all conditions. Without conditions: all devices.
+    """Create a group of the devices that meet all conditions. Without conditions, it has all devices.
 
     Example:
 
@@ -89,10 +96,14 @@ add_deletion(groups, "groups", "delete", "Remove a group that no rollout uses.")
 @command(groups, "tag")
 def tag_device(
     session: Session,
-    device: Annotated[str, typer.Argument(help="Its name, its id, or the first characters of the id.")],
-    tags: Annotated[_Many, typer.Argument(help="All its tags. Without any, its tags are removed.")] = None,
+    device: Annotated[
+        str, typer.Argument(help="The device's name or id, or the first characters of the id.")
+    ],
+    tags: Annotated[
+        _Many, typer.Argument(help="All tags of the device. Without any, all its tags are removed.")
+    ] = None,
 ) -> Any:
-    """Set the tags of a device. They replace its earlier tags.
+    """Set the tags of a device. The new tags replace all earlier ones.
 
     Example:
 
@@ -125,7 +136,7 @@ def watch_rollout(
     rollout: RolloutArgument,
     every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two polls.")] = 5.0,
 ) -> None:
-    """Show each change of a rollout until it ends or halts. The exit code is 1 unless it is done.
+    """Show each change of a rollout until it ends or halts. The exit code is 0 only if the rollout is done.
 
     Example:
 
@@ -137,19 +148,21 @@ def watch_rollout(
         if (found["state"], found["funnel"]) != told:
             told = (found["state"], found["funnel"])
             session.output.show(found)
-        # A halted rollout is paused with a reason, and waits for a person.
+        # A rollout that halted is paused and has a reason. It waits for an operator.
         if found["state"] in _ENDED or found["reason"]:
             break
         time.sleep(every_s)
     if found["state"] != "done":
-        raise CommandError(f"the rollout is {found['state']}: {found['reason'] or 'by hand'}", Exit.FAILED)
+        raise CommandError(
+            f"The rollout is {found['state']}: {found['reason'] or 'an operator ended it'}", Exit.FAILED
+        )
 
 
 @command(rollouts, "approve")
 def approve_rollout(
     session: Session,
     rollout: RolloutArgument,
-    wave: Annotated[int, typer.Argument(min=2, help="Wave to open: the one after the open wave.")],
+    wave: Annotated[int, typer.Argument(min=2, help="Number of the next wave, which this opens.")],
 ) -> Any:
     """Approve the next wave of a rollout that was created with --approval.
 
@@ -161,7 +174,11 @@ def approve_rollout(
     return session.client.post(path, {"wave": wave})
 
 
-add_action(rollouts, "rollouts", "pause", "Pause it. No further device starts the update.")
-add_action(rollouts, "rollouts", "resume", "Start a draft, or continue. Earlier failures no longer count.")
-add_action(rollouts, "rollouts", "stop", "Stop it. Devices keep the version that they have.")
-add_action(rollouts, "rollouts", "revert", "Stop it, and publish the earlier package as a new version.")
+add_action(rollouts, "rollouts", "pause", "Pause a rollout. No further device starts the update.")
+add_action(
+    rollouts, "rollouts", "resume", "Start a draft, or continue a rollout. Earlier failures no longer count."
+)
+add_action(rollouts, "rollouts", "stop", "Stop a rollout. Devices keep the version that they have.")
+add_action(
+    rollouts, "rollouts", "revert", "Stop a rollout, and publish the earlier package as a new version."
+)

@@ -1,4 +1,4 @@
-"""Rows of groups and rollouts as records."""
+"""Conversion of the database rows of groups and rollouts to records of the API."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from permille.store.fleet import groups, rollouts
 
 
 def present_group(row: tables.DeviceGroup, found: Iterable[groups.Candidate]) -> DeviceGroup:
-    """Return the operators' view of a group. `found` are the tenant's devices."""
+    """Return the record of a group as operators see it. `found` are all devices of the tenant."""
     rule = groups.rule_of(row)
     return DeviceGroup(
         id=row.id,
@@ -23,7 +23,10 @@ def present_group(row: tables.DeviceGroup, found: Iterable[groups.Candidate]) ->
 
 
 def present(session: Session, row: tables.Rollout) -> Rollout:
-    """Return the operators' view of a rollout, with its funnel."""
+    """Return the record of a rollout as operators see it.
+
+    It includes the funnel, which counts for each wave how far its devices have come.
+    """
     rules = RolloutRules.model_validate(row.rules)
     funnel = rollouts.funnel(session, row.id, len(rules.waves))
     return Rollout.model_validate(

@@ -1,6 +1,7 @@
 """Routes of groups and rollouts, for operators and for the reports of devices.
 
-No route here tells a device which version to install. Only the signed metadata does (FORMAT 14).
+No route here tells a device which version to install. Devices read this only from the signed metadata
+(FORMAT 14).
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ RolloutId = Annotated[str, key_of("rollout")]
 
 @router.post("/groups", status_code=201, responses=MADE_RESPONSES)
 def create_group(body: GroupCreate, creating: Creating) -> DeviceGroup:
-    """Create a group of devices by a rule. A rollout evaluates the rule when it starts."""
+    """Create a group, with a rule that selects its devices. A rollout evaluates the rule when it starts."""
     tenant_id = creating.operator.tenant_id
 
     def make(session: Session) -> DeviceGroup:
@@ -64,14 +65,14 @@ def get_group(group_id: GroupId, service: Served, operator: Viewer) -> DeviceGro
 
 @router.delete("/groups/{group_id}", status_code=204, responses=documented(ProblemType.CONFLICT))
 def delete_group(group_id: GroupId, service: Served, operator: Maker) -> None:
-    """Delete a group. It is refused if a rollout uses the group."""
+    """Delete a group. If a rollout uses the group, the request is refused."""
     with changing(service, operator) as session:
         groups.delete(session, tenant_id=operator.tenant_id, group_id=group_id)
 
 
 @router.put("/devices/{device_id}/tags")
 def put_device_tags(device_id: DeviceId, body: TagsPut, service: Served, operator: Maker) -> DeviceTags:
-    """Replace the tags of a device. Rules of groups can refer to these tags."""
+    """Replace the tags of a device. The rules of groups can select devices by these tags."""
     with changing(service, operator, body) as session:
         groups.put_tags(session, tenant_id=operator.tenant_id, device_id=device_id, tags=body.tags)
     return DeviceTags(device_id=device_id, tags=sorted(set(body.tags)))
@@ -79,13 +80,13 @@ def put_device_tags(device_id: DeviceId, body: TagsPut, service: Served, operato
 
 @router.post("/rollouts", status_code=201, responses=MADE_RESPONSES)
 def create_rollout(body: RolloutCreate, creating: Creating) -> Rollout:
-    """Bring a version, wave by wave, to the devices of an alias. The first wave opens at once, unless this is
-    a draft."""
+    """Create a rollout, which brings a version to the devices of an alias, wave by wave. The first wave opens
+    at once, unless the request asks for a draft."""
     service, operator = creating.service, creating.operator
 
     def make(session: Session) -> Rollout:
         with repositories.changing(service, session, operator.tenant_id) as repository:
-            # Sign the end of the previous rollout of this alias first, if that is still pending.
+            # The end of the previous rollout of this alias may still have to be signed. Sign it first.
             sign_all(service, session, repository, operator.tenant_id)
             row = rollouts.create(
                 session, tenant_id=operator.tenant_id, token_id=operator.token_id, body=body
@@ -107,7 +108,7 @@ def list_rollouts(service: Served, operator: Viewer, window: Paging) -> Page[Rol
 
 @router.get("/rollouts/{rollout_id}")
 def get_rollout(rollout_id: RolloutId, service: Served, operator: Viewer) -> Rollout:
-    """Read one rollout, and how far the devices of each wave have come."""
+    """Read one rollout. The record shows how far the devices of each wave have come."""
     with service.database.read() as session:
         row = rows.get(session, tables.Rollout, tenant_id=operator.tenant_id, row_id=rollout_id)
         return present(session, row)
@@ -115,7 +116,7 @@ def get_rollout(rollout_id: RolloutId, service: Served, operator: Viewer) -> Rol
 
 @router.post("/rollouts/{rollout_id}/resume", responses=documented(ProblemType.CONFLICT))
 def resume_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
-    """Start a draft, or continue after a pause. Earlier results no longer count."""
+    """Start a draft, or continue a rollout after a pause. Earlier results no longer count."""
 
     def resume(session: Session, repository: Repository, row: tables.Rollout) -> None:
         _resume(service, session, repository, row)
@@ -133,7 +134,8 @@ def pause_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Ro
 def approve_rollout(
     rollout_id: RolloutId, body: RolloutApproval, service: Served, operator: Maker
 ) -> Rollout:
-    """Approve the next wave, if the rules require approval. A program may call this after its own checks."""
+    """Approve the next wave of a rollout whose rules require approval. A program may call this after checks
+    of its own."""
     return _change(
         service, operator, rollout_id, lambda _session, _, row: rollouts.approve(row, body.wave), body
     )
@@ -148,13 +150,14 @@ def stop_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rol
 @router.post("/rollouts/{rollout_id}/revert", responses=documented(ProblemType.CONFLICT))
 def revert_rollout(rollout_id: RolloutId, service: Served, operator: Maker) -> Rollout:
     """Stop a rollout and undo it. The service publishes the earlier package as a new version, which all
-    devices install. If it lacks the key for that, devices go back to the earlier version."""
+    devices install. If the service lacks the key to sign a new version, devices go back to the earlier
+    one."""
     return _change(service, operator, rollout_id, lambda session, _, row: rollouts.want_revert(session, row))
 
 
 def _resume(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
-    # At the end of the rollout, the service points the alias at the version and signs that. Check now that
-    # it has the key.
+    # At the end of the rollout, the service must point the alias at the version and sign this. Check now that
+    # the service has the key.
     check_may_end(repository, row)
     rollouts.resume(session, row)
     sign(service, session, repository, row)
@@ -167,12 +170,12 @@ def _change(
     change: Callable[[Session, Repository, tables.Rollout], None],
     body: BaseModel | None = None,
 ) -> Rollout:
-    """Change a rollout and sign it, in one transaction with its entry in the audit log."""
+    """Change a rollout, sign the change, and add an entry to the audit log, all in one transaction."""
 
     def run(session: Session, repository: Repository) -> Rollout:
         row = rows.lock(session, tables.Rollout, tenant_id=operator.tenant_id, row_id=rollout_id)
         change(session, repository, row)
-        # Most changes alter the signed record. Those that do not, such as an approval, need no signature.
+        # Most changes alter the signed record. Others, such as an approval, need no new signature.
         if row.signed_revision < row.revision:
             sign(service, session, repository, row)
         return present(session, row)
@@ -182,10 +185,8 @@ def _change(
 
 @device_router.put("/facts", status_code=204)
 def put_device_facts(body: FactsPut, service: Served, device: CallingDevice) -> None:
-    """Report the agent's version, the engine, the memory and the owner's tags. Groups select devices by them.
-
-    A device sends this again when one of them changes.
-    """
+    """Report the agent's version, the engine, the memory and the owner's tags. Groups select devices by these
+    facts. A device sends them again when one of them changes."""
     service.sign_ins.check(f"{device.device_id} facts")
     facts = Facts(
         agent_version=body.agent_version,
@@ -205,7 +206,7 @@ def put_device_facts(body: FactsPut, service: Served, device: CallingDevice) -> 
 def put_rollout_report(
     rollout_id: RolloutId, body: RolloutReport, service: Served, device: CallingDevice
 ) -> None:
-    """Report the device's progress in a rollout. Only its newest report counts."""
+    """Report how far the calling device has come in a rollout. Only its newest report counts."""
     service.sign_ins.check(f"{device.device_id} rollouts")
     with service.database.write() as session:
         own = rows.get(session, tables.Device, tenant_id=device.tenant_id, row_id=device.device_id)

@@ -1,7 +1,7 @@
 """Signing of rollouts, when an operator changes one or when a device polls.
 
-The sweeper of the workers moves rollouts on, but workers have no keys. The API signs such a step when a
-device next asks for the timestamp, before it answers.
+The sweeper, which runs in the workers, moves rollouts to their next step, but workers have no keys. The API
+therefore signs the step when the next device asks for the TUF timestamp, before it answers.
 """
 
 import logging
@@ -28,13 +28,13 @@ def sign_all(service: Service, session: Session, repository: Repository, tenant_
     for row in rollouts.unsigned(session, tenant_id=tenant_id):
         try:
             sign(service, session, repository, row)
-        # One team's missing key must not keep the other rollouts from being signed.
+        # The keys of a team may be elsewhere. The rollouts of other teams must be signed nevertheless.
         except KeyElsewhereError as exc:
-            logger.error("%s stays as it was signed before: %s", row.id, exc)
+            logger.error("the newest change of %s cannot be signed: %s", row.id, exc)
 
 
 def sign(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
-    """Update the trust metadata to match a locked row.
+    """Update the trust metadata to match the row of a rollout, which the caller has locked.
 
     Raises:
         KeyElsewhereError: the service does not hold the key of the role `rollouts`.
@@ -47,7 +47,7 @@ def sign(service: Service, session: Session, repository: Repository, row: tables
     listed = repository.target(path)
     if offer is not None:
         repository.list_rollout(row.release, row.alias, offer.to_document())
-    elif listed is not None and listed.custom["rollout"] == row.id:  # else a later rollout has begun
+    elif listed is not None and listed.custom["rollout"] == row.id:  # otherwise a later rollout is listed
         repository.drop(path)
     rollouts.signed(row)
 
@@ -56,16 +56,17 @@ def check_may_end(repository: Repository, row: tables.Rollout) -> None:
     """Check that the service can sign the end of a rollout. Raises ConflictError if it lacks the key."""
     if not repository.may_move_alias(row.release, row.alias, row.version):
         raise ConflictError(
-            f"The service cannot sign {row.release!r} version {row.version} for {row.alias!r} once it is "
-            "done, since the team's key is elsewhere. Sign that version for the alias there, then start."
+            f"At its end, this rollout must point {row.alias!r} at {row.release!r} version {row.version}. "
+            "The service cannot sign this, because the team's key is elsewhere. Sign that version for the "
+            "alias there first, then start the rollout."
         )
 
 
 def _finish(session: Session, repository: Repository, row: tables.Rollout) -> None:
-    """Point the alias at the version. Devices then no longer need the rollout's record."""
+    """Point the alias at the version, unless an operator has moved the alias meanwhile."""
     if not _is_where_it_was(session, row):
         return
-    with suppress(ConflictError):  # yanked at the last moment: the alias stays where it is
+    with suppress(ConflictError):  # the version was yanked at the last moment, so the alias stays where it is
         releases.set_alias(
             session, tenant_id=row.tenant_id, name=row.release, alias=row.alias, version=row.version
         )
@@ -75,9 +76,9 @@ def _finish(session: Session, repository: Repository, row: tables.Rollout) -> No
 def _revert(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
     """Publish the earlier package as a new version.
 
-    If the service lacks the team's key, it publishes nothing. The alias still points at the earlier
-    version, so devices return to that version. If an operator has moved the alias or yanked the earlier
-    version, devices follow the alias.
+    If the service lacks the team's key, it publishes nothing. The alias still points at the earlier version,
+    so devices return to that version. If an operator has moved the alias or yanked the earlier version,
+    nothing is published either, and devices follow the alias.
     """
     before = releases.get(session, tenant_id=row.tenant_id, name=row.release, version=row.before)
     if before.yanked_at is not None or not _is_where_it_was(session, row):
@@ -91,7 +92,9 @@ def _revert(service: Service, session: Session, repository: Repository, row: tab
     try:
         repository.publish(row.release, version, manifest, aliases=[row.alias], training=training)
     except KeyElsewhereError as exc:
-        logger.warning("%s goes back to version %d, not to a new one: %s", row.id, row.before, exc)
+        logger.warning(
+            "the devices of %s go back to version %d, not to a new version: %s", row.id, row.before, exc
+        )
     else:
         releases.publish(session, name=row.release, package=package, version=version)
         releases.set_alias(
@@ -101,6 +104,6 @@ def _revert(service: Service, session: Session, repository: Repository, row: tab
 
 
 def _is_where_it_was(session: Session, row: tables.Rollout) -> bool:
-    """Return whether nobody has moved the alias since the rollout was made."""
+    """Return whether the alias still points at the version from before the rollout."""
     alias = session.get(tables.Alias, (row.tenant_id, row.release, row.alias))
     return alias is not None and alias.version == row.before

@@ -23,7 +23,10 @@ WebhookId = Annotated[str, key_of("hook")]
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_webhook(body: WebhookCreate, creating: Creating) -> WebhookSecret:
-    """Register an address to call when rollouts halt or end. Only this answer shows the secret."""
+    """Register a URL that the service calls when a rollout halts or ends.
+
+    Only this answer shows the secret.
+    """
     tenant_id = creating.operator.tenant_id
 
     def make(session: Session) -> WebhookSecret:
@@ -43,7 +46,7 @@ def list_webhooks(service: Served, operator: Viewer, window: Paging) -> Page[Web
 
 @router.delete("/{webhook_id}", status_code=204)
 def delete_webhook(webhook_id: WebhookId, service: Served, operator: Maker) -> None:
-    """Remove a webhook. Events on their way to it are dropped."""
+    """Remove a webhook. Events that wait to be sent to it are dropped."""
     with changing(service, operator) as session:
         webhooks.remove(session, tenant_id=operator.tenant_id, webhook_id=webhook_id)
 

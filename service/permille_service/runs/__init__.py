@@ -1,1 +1,1 @@
-"""Runs: what devices report, and the logs that they share."""
+"""Runs: the reports of devices, and the logs that they share."""

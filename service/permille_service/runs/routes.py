@@ -1,7 +1,7 @@
 """Routes of runs.
 
 A device writes and reads its own runs. Operators read the runs of their tenant. Both can delete a run or its
-log. A device may send a packed state in place of a log, by the same routes."""
+log. Instead of a log, a device may send a packed state by the same routes."""
 
 import logging
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ from permille_service.problems import PRIVATE, ApiError, documented
 logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
-# Bytes without a specific type are a log.
+# A body whose media type does not say what it is counts as a log.
 _FORMS = {
     LOG_MEDIA_TYPE: LogForm.LOG,
     STATE_MEDIA_TYPE: LogForm.STATE,
@@ -69,13 +69,13 @@ _LOG_BODY: dict[str, Any] = {
     "",
     status_code=201,
     responses={
-        200: {"model": Run, "description": "this run was reported before"},
+        200: {"model": Run, "description": "this run has already been reported"},
         **documented(ProblemType.CONFLICT, ProblemType.QUOTA_SPENT, ProblemType.TOO_MANY_REQUESTS),
     },
 )
 def create_run(body: RunCreate, response: Response, service: Served, device: CallingDevice) -> Run:
-    """Report a run. A report holds numbers and closed sets, and never text. The device chooses the id, so it
-    can send a report again."""
+    """Report a run. A report holds numbers and words of fixed lists, never the user's text. The device
+    chooses the id of the run, so that it can repeat a report."""
     with service.database.write() as session:
         row, created = runs.report(
             session,
@@ -103,7 +103,7 @@ def list_runs(
     ] = None,
     outcome: Annotated[Outcome | None, Query(description="only those with this outcome")] = None,
 ) -> Page[Run]:
-    """List runs, the most recently ended first."""
+    """List runs. Those that ended last come first."""
     wanted = runs.RunFilter(device_id=device_id, release=release, version=version, outcome=outcome)
     with service.database.read() as session:
         page = runs.list_runs(session, tenant_id=operator.tenant_id, wanted=wanted, window=window)
@@ -131,8 +131,8 @@ def get_run(run_id: RunId, service: Served, principal: Anyone) -> Run:
     ),
 )
 async def put_run_log(run_id: RunId, request: Request, service: Served, device: CallingDevice) -> LogAccepted:
-    """Share the log of a run, or its packed state. The device's owner must have agreed. The service checks it
-    once, keeps it private, and deletes it on request."""
+    """Share the log or the packed state of a run. The device's owner must have agreed. The service checks the
+    upload once, keeps it private, and deletes it on request."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _FORMS:
         raise ApiError(
@@ -150,7 +150,7 @@ async def put_run_log(run_id: RunId, request: Request, service: Served, device: 
         log = runs.SentLog(form=_FORMS[media_type], digest=digest, size_bytes=size_bytes, upload_id=upload_id)
         accepted = await run_in_threadpool(_attach, service, device, run_id, folder, log)
     except BaseException:
-        # A client that goes away cancels this task, and the upload's row must still be given up.
+        # If the client disconnects, this task is cancelled. The upload must be given up nevertheless.
         with CancelScope(shield=True):
             await run_in_threadpool(_give_up, service, folder, upload_id, size_bytes)
         raise
@@ -179,7 +179,7 @@ def delete_run(run_id: RunId, service: Served, principal: Anyone) -> None:
 
 
 def present(row: tables.Run) -> Run:
-    """Return the record of a row."""
+    """Return the record of a run."""
     log = None
     if row.log_state is not None and row.log_form is not None and row.log_digest is not None:
         log = RunLog(
@@ -207,21 +207,29 @@ def _device_of(principal: Operator | DevicePrincipal) -> str | None:
 
 @contextmanager
 def _erasing(service: Service, principal: Operator | DevicePrincipal) -> Iterator[Session]:
-    """Open the transaction of an erasure. Audit an operator's erasure, and refuse a viewer's."""
+    """Open the transaction in which a run or log is erased.
+
+    A device may erase. An operator needs the role `operator`, and the audit log gets an entry.
+    """
     if isinstance(principal, DevicePrincipal):
         with service.database.write() as session:
             yield session
         return
     if RANK[principal.role] < RANK[Role.OPERATOR]:
         raise ApiError(
-            ProblemType.FORBIDDEN, f"This needs the role operator; the token has {principal.role}."
+            ProblemType.FORBIDDEN, f"This needs the role operator, but the token's role is {principal.role}."
         )
     with changing(service, principal) as session:
         yield session
 
 
 def _begin(service: Service, device: DevicePrincipal, run_id: str) -> str:
-    """Add the row of an upload. Raises NotFoundError if the device has no such run, or QuotaError."""
+    """Add the row of an upload, and return its id.
+
+    Raises:
+        NotFoundError: the device has no such run.
+        QuotaError: the device has reached a limit on uploads.
+    """
     tenant_id, device_id = device.tenant_id, device.device_id
     with service.database.write() as session:
         runs.get(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
@@ -235,7 +243,7 @@ def _attach(
     """Attach the log to its run. If the run has the same log already, drop the new bytes.
 
     Raises:
-        PackageError: `log-limit`: its replay would take too long.
+        PackageError: `log-limit`: the replay of the log would take too long.
     """
     if log.form is LogForm.LOG:
         with folder.open(log.digest) as file:
@@ -250,12 +258,12 @@ def _attach(
 
 
 def _give_up(service: Service, folder: BlobFolder, upload_id: str, size_bytes: int) -> None:
-    """Erase the bytes of an unused upload. If the database does not answer, a sweep does it later."""
+    """Erase the bytes of an unused upload. If the database does not answer, a later sweep erases them."""
     try:
         with service.database.write() as session:
             ours = uploads.give_up(session, upload_id=upload_id, size_bytes=size_bytes)
     except DBAPIError as exc:
-        logger.warning("upload %s is left to the sweep: %s", upload_id, exc)
+        logger.warning("cannot erase upload %s now, so the next sweep will: %s", upload_id, exc)
         return
     if ours:
         _erase_bytes(folder)
@@ -267,8 +275,9 @@ def _erase(service: Service, tenant_id: str, upload_id: str | None) -> None:
 
 
 def _erase_bytes(folder: BlobFolder) -> None:
-    """Erase the bytes of an upload that is marked for it. If the bucket does not answer, a sweep does it."""
+    """Erase the bytes of an upload whose row is marked as doomed. If the bucket does not answer, a later
+    sweep erases them."""
     try:
         uploads.erase(folder)
     except PermilleError as exc:
-        logger.warning("an upload is left to the sweep: %s", exc)
+        logger.warning("cannot erase an upload now, so the next sweep will: %s", exc)

@@ -1,1 +1,1 @@
-"""Trust metadata: kept, renewed, handed to devices, and taken from where offline keys are."""
+"""Trust metadata: it is stored, renewed, sent to devices, and accepted from holders of offline keys."""

@@ -1,4 +1,7 @@
-"""Draft metadata files and the keys that sign them, on operators' own machines and without a service."""
+"""Files of draft metadata, and the keys that sign them.
+
+All of this runs on an operator's machine, offline.
+"""
 
 import base64
 from dataclasses import dataclass
@@ -26,12 +29,14 @@ from permille_service.cli.exits import CommandError, Exit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Changes of a draft of releases before it is signed: versions to list and to remove.
+    """Changes to make in a draft of releases before it is signed.
 
     Attributes:
-        add: a version, NAME/VERSION, with its package's `manifest` unless it is listed, for `aliases`.
-        federation: file of a federation's definition.
-        remove: a version, or a target path.
+        add: the version to list, as NAME/VERSION.
+        manifest: the file with the manifest of the version's package. Not needed if the version is listed.
+        aliases: the aliases that point at the version.
+        federation: the file of a federation's definition to list.
+        remove: the version or the target path to remove.
     """
 
     add: str | None = None
@@ -42,7 +47,11 @@ class Change:
 
 
 def write_key(file: Path) -> dict[str, Any]:
-    """Make a key in a new file, and describe its public key. Raises CommandError if the file exists."""
+    """Make a key, write it to a new file, and describe its public key.
+
+    Raises:
+        CommandError: the file exists already.
+    """
     if file.exists():
         raise CommandError(f"{file} exists already. Choose another file.", Exit.REFUSED)
     key = Ed25519PrivateKey.generate()
@@ -53,7 +62,7 @@ def write_key(file: Path) -> dict[str, Any]:
 
 
 def read_draft(file: Path) -> tuple[str, bytes]:
-    """Return the role and the bytes of a draft. The name of the file tells the role.
+    """Return the role and the bytes of a draft. The role is part of the file's name.
 
     Raises:
         InputError: the name is not `<version>.<role>.json`.
@@ -63,7 +72,7 @@ def read_draft(file: Path) -> tuple[str, bytes]:
 
 
 def version_of(data: bytes) -> int:
-    """Return the version of a draft."""
+    """Return the version of the metadata in a draft."""
     version: int = Metadata.from_bytes(data).signed.version
     return version
 
@@ -80,7 +89,7 @@ def sign_draft(file: Path, key: Path, change: Change) -> dict[str, Any]:
     if change.add or change.remove or change.federation:
         if not isinstance(metadata.signed, Targets) or role == TARGETS:
             raise CommandError(f"Only a draft of releases can be changed, not {file}.", Exit.USAGE)
-        metadata.signatures.clear()  # of other bytes
+        metadata.signatures.clear()  # the old signatures do not match the changed content
         _change_list(metadata.signed, change)
     metadata.sign(_private_key(key), append=True)
     write_atomic(file, metadata.to_bytes())
@@ -121,7 +130,7 @@ def _definition(file: Path) -> bytes:
     try:
         return Definition.from_bytes(_read(file)).to_bytes()
     except PackageError as exc:
-        raise CommandError(f"{file} holds no definition of a federation: {exc}", Exit.REFUSED) from exc
+        raise CommandError(f"{file} is not the definition of a federation: {exc}", Exit.REFUSED) from exc
 
 
 def _path(version: str) -> str:
@@ -133,10 +142,12 @@ def _private_key(file: Path) -> CryptoSigner:
         key = load_pem_private_key(_read(file), password=None)
     except (ValueError, TypeError) as exc:
         raise CommandError(
-            f"{file} holds no private key. Make one with `permille trust key`.", Exit.REFUSED
+            f"{file} does not hold a private key. Make one with `permille trust key`.", Exit.REFUSED
         ) from exc
     if not isinstance(key, Ed25519PrivateKey):
-        raise CommandError(f"{file} holds another key than Ed25519.", Exit.REFUSED)
+        raise CommandError(
+            f"{file} does not hold an Ed25519 key. Make one with `permille trust key`.", Exit.REFUSED
+        )
     return CryptoSigner(key)
 
 

@@ -1,7 +1,8 @@
-"""Access to a tenant's repository within a transaction, with its stored metadata and the service's keys.
+"""Access to a tenant's TUF repository within a transaction.
 
-Keys are files. A new key is written before the end of the transaction that names it. An obsolete key is
-deleted after the transaction. A crash can therefore leave an unused key, but never lose a needed one.
+The metadata of the repository is stored in the database, and the service's keys are files. A new key is
+written before the end of the transaction that names it. An obsolete key is deleted after the transaction. A
+crash can therefore leave an unused key, but never lose a needed one.
 """
 
 import logging
@@ -28,9 +29,9 @@ Answer = TypeVar("Answer")
 
 @contextmanager
 def changing(service: Service, session: Session, tenant_id: str) -> Iterator[Repository]:
-    """Open the tenant's repository to change it, and make it if it does not exist.
+    """Open the tenant's repository to change it. Create it if it does not exist.
 
-    Changes of the block are stored with the transaction:
+    Changes that are made in the `with` block are stored with the transaction:
 
         with changing(service, session, tenant_id) as repository:
             repository.move_alias("chat", "stable", 4)
@@ -50,7 +51,7 @@ def changing(service: Service, session: Session, tenant_id: str) -> Iterator[Rep
 
 
 def read(service: Service, tenant_id: str) -> Repository:
-    """Open the tenant's repository to read it, and make it if it does not exist."""
+    """Open the tenant's repository to read it. Create it if it does not exist."""
     with service.database.read() as session:
         found, now = trust.newest(session, tenant_id=tenant_id), database.now(session)
     if found:
@@ -59,13 +60,13 @@ def read(service: Service, tenant_id: str) -> Repository:
 
 
 def ensure(service: Service, session: Session, tenant_id: str) -> None:
-    """Make the tenant's repository if it does not exist."""
+    """Create the tenant's repository if it does not exist."""
     with changing(service, session, tenant_id):
         pass
 
 
 def change(service: Service, tenant_id: str, work: Callable[[Session, Repository], Answer]) -> Answer:
-    """Change a repository in its own transaction, and then delete the keys that no role names any more."""
+    """Change the tenant's repository in a transaction of its own. Then delete the keys that no role names."""
     useless: set[str] = set()
 
     def run(session: Session) -> Answer:
@@ -87,7 +88,7 @@ def change_by(
     work: Callable[[Session, Repository], Answer],
     body: BaseModel | None = None,
 ) -> Answer:
-    """Change a repository as `change` does, and add an operator's entry to the audit log."""
+    """Change a repository as `change` does, and add an entry for the operator to the audit log."""
 
     def audited(session: Session, repository: Repository) -> Answer:
         answer = work(session, repository)
@@ -98,9 +99,10 @@ def change_by(
 
 
 def read_file(service: Service, tenant_id: str, file: str) -> bytes:
-    """Return a file for a client. Before the timestamp is served, sign changed rollouts and renew it if due.
+    """Return a metadata file for a client.
 
-    If the renewal fails, for example on a full disk, the old timestamp is served until it expires.
+    If the file is the timestamp, first sign the rollouts that have changed, and renew the timestamp if it is
+    due. If this fails, for example on a full disk, return the old timestamp until it expires.
 
     Raises:
         NotFoundError: there is no such file.
@@ -118,7 +120,7 @@ def read_file(service: Service, tenant_id: str, file: str) -> bytes:
 
     try:
         return change(service, tenant_id, renew)
-    except (OperatorError, DBAPIError, OSError) as exc:  # devices go on until this timestamp ends
+    except (OperatorError, DBAPIError, OSError) as exc:  # devices accept the old timestamp until it expires
         logger.error("trust metadata of tenant %s cannot be renewed: %s", tenant_id, exc)
         if at >= expiry_of(data):
             raise

@@ -1,7 +1,7 @@
-"""Routes of trust metadata: clients fetch it, administrators change who signs it.
+"""Routes of trust metadata. Clients fetch it, and administrators change whose keys sign it.
 
-A device can only read its own tenant's files, and the manifests of the release that it follows. Files with
-a version in their name never change.
+A device can only read the files of its own tenant, and the manifests of the release that it follows. A file
+with a version in its name never changes.
 """
 
 import base64
@@ -79,7 +79,7 @@ def get_trust_metadata(file: MetadataFile, service: Served, principal: Anyone) -
     },
 )
 def get_trust_target(path: TargetPath, service: Served, principal: Anyone) -> Response:
-    """Read a release's target, `releases/<name>/<SHA-256>.<version>.json`, the package's manifest."""
+    """Read the target `releases/<name>/<SHA-256>.<version>.json`: the manifest of a version's package."""
     folder, _, file = path.rpartition("/")
     hashed, _, rest = file.partition(".")
     if not is_target_path(f"{folder}/{rest}"):
@@ -96,7 +96,7 @@ def get_trust_target(path: TargetPath, service: Served, principal: Anyone) -> Re
 
 
 class _Accepted(Closed):
-    """Content of the audit entry for received metadata."""
+    """The content of the entry that the audit log gets for received metadata."""
 
     digest: Digest
 
@@ -111,10 +111,11 @@ class _Accepted(Closed):
 def put_trust_metadata(
     file: MetadataFile, service: Served, operator: Admin, data: Annotated[bytes, Depends(read_body)]
 ) -> Trust:
-    """Store the next metadata of a role, `<version>.<role>.json`, signed by enough of the role's keys.
+    """Store the next metadata of a role, `<version>.<role>.json`. Enough of the role's keys must have signed
+    it.
 
-    Versions that `releases` lists for the first time are published. Versions that it no longer lists are
-    withdrawn. Keys of the service that no role names any more are deleted.
+    Versions of releases that the metadata lists for the first time are published. Versions that it no longer
+    lists are withdrawn. Keys of the service that no role names any more are deleted.
     """
 
     def accept(session: Session, repository: Repository) -> Trust:
@@ -122,8 +123,8 @@ def put_trust_metadata(
         role, version = parse_file_name(file)
         if version != repository.version(role) + 1:
             raise InputError(
-                f"The next version of {role} is {repository.version(role) + 1}, not {file}. Renew and sign "
-                "again."
+                f"The next file of the role {role} must have version {repository.version(role) + 1}, got "
+                f"{file}. Renew the metadata and sign it again."
             )
         repository.accept(role, data)
         releases.follow(session, tenant_id=operator.tenant_id, before=before, after=repository.listed())
@@ -135,12 +136,13 @@ def put_trust_metadata(
 
 @router.post("/rotations", responses=documented(ProblemType.CONFLICT))
 def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> TrustChange:
-    """Give roles new keys. Devices follow by themselves. What others must sign is returned as drafts."""
+    """Give roles new keys. Devices learn the new keys from the metadata. If metadata needs signatures of keys
+    that the service does not hold, the answer contains it as drafts."""
 
     def rotate(_: Session, repository: Repository) -> TrustChange:
         holders = {role.role: _holders(service, operator.tenant_id, repository, role) for role in body.roles}
         if len(holders) != len(body.roles):
-            raise InputError("Name each role once.")
+            raise InputError("A role is named twice. Name each role once.")
         return _changed(repository, repository.rotate(holders))
 
     with as_conflicts():
@@ -149,7 +151,8 @@ def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> 
 
 @router.post("/renewals", responses=documented(ProblemType.CONFLICT))
 def renew_trust_metadata(body: TrustRenewal, service: Served, operator: Admin) -> TrustChange:
-    """Renew metadata that is due, and of the named roles. What others must sign is returned as drafts."""
+    """Renew the metadata of the named roles, and all metadata that is due. If metadata needs signatures of
+    keys that the service does not hold, the answer contains it as drafts."""
     with as_conflicts():
         return repositories.change_by(
             service,
@@ -160,7 +163,7 @@ def renew_trust_metadata(body: TrustRenewal, service: Served, operator: Admin) -
 
 
 def present(repository: Repository) -> Trust:
-    """Return the operators' view of a repository."""
+    """Return the record of a repository as operators see it."""
     return Trust(
         root_digest=repository.root_digest,
         roles=[
@@ -188,7 +191,9 @@ def _holders(service: Service, tenant_id: str, repository: Repository, role: Rol
         repository.signers[signer.public_key.keyid] = signer
         return Holders(keys=(signer.public_key,), threshold=role.threshold)
     if role.role in ONLINE:
-        raise InputError(f"{role.role} takes no public keys: the service signs it with its own.")
+        raise InputError(
+            f"The role {role.role} takes no public keys, because the service signs it with its own keys."
+        )
     keys = tuple(_public_key(text) for text in role.public_keys)
     return Holders(keys=keys, threshold=role.threshold)
 

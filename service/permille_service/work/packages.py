@@ -1,4 +1,4 @@
-"""Routes by which devices and operators fetch the manifest and the layers of a package."""
+"""Routes by which devices and operators fetch the manifest and the layers (files) of a package."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ _HEAD_RESPONSES: dict[int | str, dict[str, Any]] = {
 def get_package_manifest(
     digest: PackageDigest, request: Request, service: Served, principal: Anyone
 ) -> Response:
-    """Read the manifest as canonical bytes. Their SHA-256 is the package's digest."""
+    """Read the manifest as canonical bytes. The digest of the package is the SHA-256 of these bytes."""
     return blob_response(request, service, digest, _media_type(digest, digest, service, principal))
 
 
@@ -42,13 +42,13 @@ def get_package_manifest(
     response_class=Response,
     responses={
         **content_responses("the blob", *dict.fromkeys(MEDIA_TYPES.values())),
-        307: {"description": "the bytes are at `Location`, for some minutes, without a token"},
+        307: {"description": "`Location` has the bytes. It is valid for some minutes and needs no token"},
     },
 )
 def get_package_blob(
     digest: PackageDigest, blob_digest: BlobDigest, request: Request, service: Served, principal: Anyone
 ) -> Response:
-    """Read one layer of a package, whole or in part (`Range`, `If-Range`)."""
+    """Read one layer (a file of a package), in full or in part (`Range`, `If-Range`)."""
     media_type = _media_type(digest, blob_digest, service, principal)
     return blob_response(request, service, blob_digest, media_type, may_redirect=True)
 

@@ -1,7 +1,7 @@
 """The routes of every kind of work: create, list, read, delete, and read the report.
 
-The request, record, path and texts of a kind are in `permille.schemas.kinds`. This module is the same for
-all kinds.
+`permille.schemas.kinds` describes each kind of work: its request, record, path and texts. This module makes
+the routes from these descriptions.
 """
 
 from typing import Annotated, Any
@@ -24,7 +24,9 @@ from permille_service.creation import JOB_RESPONSES, Creating
 from permille_service.parameters import OfModel, Paging, key_of, page_of
 from permille_service.problems import PRIVATE, ApiError, documented
 
-Again = Annotated[bool, Query(description="repeat the work even if an equal request was done before")]
+Again = Annotated[
+    bool, Query(description="do the work again, even if an equal request has already succeeded")
+]
 
 
 def router_of(work: WorkKind) -> APIRouter:
@@ -93,14 +95,17 @@ def _add_artifacts(router: APIRouter, work: WorkKind) -> None:
 
     _add_reads(router, work, list_rows, read_row)
     _add_removal(
-        router, work, remove, f"Delete a {work.kind} that nothing uses. The next collection frees its bytes."
+        router,
+        work,
+        remove,
+        f"Delete a {work.kind} that nothing uses. The next collection of blobs frees its disk space.",
     )
 
 
 def _add_jobs(router: APIRouter, work: WorkKind) -> None:
     """Add the routes of a kind whose records are its jobs.
 
-    Their results are in another collection.
+    For example, the records of builds are jobs, and the packages that builds make are in another collection.
     """
     present = _PRESENTED[work.kind]
 
@@ -116,7 +121,7 @@ def _add_jobs(router: APIRouter, work: WorkKind) -> None:
         with service.database.read() as session:
             row = rows.get(session, tables.Job, tenant_id=operator.tenant_id, row_id=key)
             if row.kind != work.kind:  # ids of all kinds of jobs have the same form
-                raise ApiError(ProblemType.NOT_FOUND, f"This job is no {work.kind} but a {row.kind}.")
+                raise ApiError(ProblemType.NOT_FOUND, f"This job is not of kind {work.kind}, but {row.kind}.")
             return present(session, row)
 
     def remove(
@@ -126,7 +131,7 @@ def _add_jobs(router: APIRouter, work: WorkKind) -> None:
             queue.remove(session, tenant_id=operator.tenant_id, kind=work.kind, job_id=key)
 
     _add_reads(router, work, list_rows, read_row)
-    _add_removal(router, work, remove, "Delete a job that has ended. Delete its results before.")
+    _add_removal(router, work, remove, "Delete a job that has ended. Delete its results first.")
 
 
 def _add_removal(router: APIRouter, work: WorkKind, remove: Any, text: str) -> None:
@@ -183,7 +188,7 @@ def _add_report(router: APIRouter, work: WorkKind, text: str) -> None:
 
 
 def present_artifact(work: WorkKind, row: tables.Artifact) -> Closed:
-    """Return the record of a row. It has the fields that its kind declares."""
+    """Return the record of an artifact's row, with the fields that its kind declares."""
     known = {
         "id": row.id,
         "model_id": row.model_id,
@@ -210,7 +215,7 @@ def present_artifact(work: WorkKind, row: tables.Artifact) -> Closed:
 
 
 def present_build(session: Session, row: tables.Job) -> Build:
-    """Return the record of a build's row and of its parts."""
+    """Return the record of a build. It names the results of the build's parts."""
     made = {part.kind: part.result_id for part in queue.parts_of(session, row)}
     return Build.model_validate(
         {
@@ -227,7 +232,7 @@ def present_build(session: Session, row: tables.Job) -> Build:
 
 
 def present_made(_: Session, row: tables.Job) -> Closed:
-    """Return the record of a job that makes a package from another one."""
+    """Return the record of a job that makes a package from another package."""
     return WORK[JobKind(row.kind)].record.model_validate(
         {
             "id": row.id,
