@@ -24,13 +24,14 @@ _FORMS = {
     NAME_PATTERN: "1 to 63 small letters, digits, '.', '_' and '-', beginning with a letter or digit",
     ID_PATTERN: "an id, such as model_01jd3kq8z7m4n5p6r7s8t9v0wx",
     DIGEST_PATTERN: "a digest: sha256: and 64 hexadecimal digits",
-    PATH_PATTERN: "a path below the service's root of models or texts, such as a/b (not /home/me/a/b), of "
-    "letters, digits, and _ . @ + -",
+    PATH_PATTERN: "a path relative to the service's root of models or texts, such as a/b (not /home/me/a/b), "
+    "with only letters, digits, and _ . @ + -",
     REPOSITORY_PATTERN: "a repository as owner/name",
-    COMMIT_PATTERN: "a commit of 40 hexadecimal digits; the hub's page of commits has it, a branch may move",
+    COMMIT_PATTERN: "a commit of 40 hexadecimal digits, from the hub's page of commits, not the name of a "
+    "branch",
     TEXT_PATTERN: "text without control and format characters",
 }
-# Fields whose options are not named after them; a test holds them against the options of the commands.
+# Fields whose options have other names than the fields. A test compares this table with the commands.
 FLAGS = {
     "evaluation_corpus_id": "--evaluate-on",
     "calibration_corpus_id": "--calibrate-on",
@@ -41,7 +42,7 @@ FLAGS = {
     "body.rules": "--wave",
 }
 
-# What the service says of a request as a whole, in the options of the commands.
+# The service's messages about a request as a whole, and the same messages in terms of the command's options.
 _WHOLE = {
     "Give either a mask or an adapter": "Give either a mask or an adapter: --adapter, or for a mask --corpus "
     "(of `packages create`: --mask)",
@@ -83,9 +84,10 @@ class Client:
         return _json(self._send("GET", path, params=given))
 
     def post(self, path: str, body: Any = None, *, key: str | None = None) -> Any:
-        """Send a POST and return its JSON. A fresh idempotency key is used unless one is given.
+        """Send a POST and return its JSON. Without a `key`, use a fresh idempotency key.
 
-        If the connection breaks, the request is sent once more. The key prevents a second object.
+        If the connection breaks, the request is sent once more. The key keeps the repetition from creating a
+        second object.
 
         Raises:
             CommandError: the service refuses the request or does not answer.
@@ -104,7 +106,7 @@ class Client:
         return _json(self._send("PUT", path, json=body))
 
     def put_bytes(self, path: str, data: bytes) -> Any:
-        """Send signed JSON by PUT without changing its bytes, and return the answer. Raises CommandError."""
+        """Send signed JSON by PUT, and return the answer. The bytes are not changed. Raises CommandError."""
         headers = {"Content-Type": "application/json"}
         return _json(self._send("PUT", path, content=data, headers=headers))
 
@@ -113,7 +115,7 @@ class Client:
         self._send("DELETE", path)
 
     def pages(self, path: str, *, limit: int | None = None, **params: str | int | None) -> list[Any]:
-        """Return the items of a list, at most `limit`. All pages are read."""
+        """Read all pages of a list, and return its items, at most `limit` of them."""
         items: list[Any] = []
         cursor: str | None = None
         while True:
@@ -125,7 +127,7 @@ class Client:
                 return items
 
     def events(self, job_id: str) -> Iterator[dict[str, Any]]:
-        """Yield a job's events until the job ends. A stream that ends early is resumed."""
+        """Yield a job's events until the job ends. If the stream ends earlier, resume it."""
         last = 0
         while True:
             headers = {"Last-Event-ID": str(last)}
@@ -181,11 +183,11 @@ def _error(response: httpx.Response) -> CommandError:
     if response.status_code == 422 and wrong:
         message = in_words(wrong)
     elif response.status_code in (404, 409) and problem.get("detail"):
-        message = str(detail)  # a sentence of its own
+        message = str(detail)  # these details are complete sentences and need no title
     elif response.status_code == 404 and not problem:
         message = (
-            f"{response.url} is no address of the service. Write the service's address without a path, such "
-            "as http://127.0.0.1:8321."
+            f"The service has no address {response.url}. Give the service's address without a path, such as "
+            "http://127.0.0.1:8321."
         )
     else:
         message = f"{title}: {detail}"
@@ -195,7 +197,7 @@ def _error(response: httpx.Response) -> CommandError:
 
 
 def in_words(errors: list[dict[str, str]]) -> str:
-    """Describe the invalid fields of a request by the names of the command's options."""
+    """Describe the invalid fields of a request. Call the fields by the names of the command's options."""
     return "; ".join(_field_in_words(error["location"], error["message"]) for error in errors[:3])
 
 
@@ -205,7 +207,7 @@ def _field_in_words(location: str, message: str) -> str:
     named = FLAGS.get(f"{part}.{field}") or FLAGS.get(field)
     flag = named or flag_of(part if field == "path" else field)  # `source.folder.path`: --folder
     message = message.removeprefix("Value error, ")
-    if not parent:  # of the request as a whole
+    if not parent:  # the error concerns the request as a whole
         return _WHOLE.get(message, message)
     if message == "Field required":
         return f"{flag} is missing"
@@ -218,9 +220,9 @@ def _field_in_words(location: str, message: str) -> str:
 
 def _unreachable(http: httpx.Client, exc: httpx.TransportError) -> CommandError:
     if isinstance(exc, httpx.UnsupportedProtocol):
-        return CommandError(f"Write the address {http.base_url} with http:// or https://.", Exit.USAGE)
+        return CommandError(f"The address {http.base_url} must begin with http:// or https://.", Exit.USAGE)
     if "WRONG_VERSION_NUMBER" in str(exc):
-        return CommandError(f"{http.base_url} answers without TLS. Write it with http://.", Exit.USAGE)
+        return CommandError(f"{http.base_url} does not use TLS. Begin the address with http://.", Exit.USAGE)
     return CommandError(
         f"No service answers at {http.base_url}: {reason(exc)}. Start it with `permille up`, or name another "
         "one with --url.",

@@ -1,6 +1,7 @@
-"""Commands as functions of a session whose answer is printed, and the commands that collections share.
+"""Commands as functions, and the commands that all collections share (`list`, `show`, `create`).
 
-A record is named by its id, by its name, or by a beginning of its id that no other has.
+The function of a command gets a session and the options. Its result is printed. A user names a record by its
+name, by its id, or by the first characters of its id, if no other id begins with them.
 """
 
 import inspect
@@ -14,16 +15,19 @@ from permille_service.cli.references import singular
 from permille_service.cli.session import Session, connect
 from permille_service.forms import Form
 
-# Panels of commands in `--help`.
+# The panels by which `--help` groups commands.
 START, INPUTS, PACKAGES = "Start here", "Models, texts and jobs", "Packages"
 DEVICES, ADMINISTRATION = "Releases and devices", "Access and storage"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Do not wait for the job.")]
 Key = Annotated[
-    str | None, typer.Option("--idempotency-key", help="Key that makes a repeated command harmless.")
+    str | None,
+    typer.Option(
+        "--idempotency-key", help="Any text. The same command with the same key creates nothing twice."
+    ),
 ]
-Rows = Annotated[int, typer.Option("--limit", min=1, help="Largest number of rows.")]
+Rows = Annotated[int, typer.Option("--limit", min=1, help="Maximum number of rows.")]
 
 _Run = Callable[..., Any]
 
@@ -36,12 +40,14 @@ def command(
     form: Form | None = None,
     panel: str | None = None,
 ) -> Callable[[_Run], _Run]:
-    """Make a function a command of a group. Its session is opened, and its result is shown.
+    """Return a decorator that makes a function a command of a group.
+
+    The command opens a session, calls the function with it, and shows the result.
 
     Args:
-        text: the help; by default the function's docstring.
-        form: adds its options; the function gets the request that they make as `body`.
-        panel: where `--help` of the group lists it.
+        text: the help text. By default, it is the function's docstring.
+        form: options to add to the command. The function gets the request that they make as `body`.
+        panel: the panel in which the group's `--help` lists the command.
     """
 
     def register(run: _Run) -> _Run:
@@ -67,7 +73,7 @@ def command(
 
 
 def add_list(group: typer.Typer, collection: str, columns: Sequence[str]) -> None:
-    """Give a group the command `list`; `columns` are the dotted names of the fields that its table has."""
+    """Give a group the command `list`. `columns` are the dotted names of the fields that its table shows."""
 
     @command(group, "list", f"List {collection}, newest first.")
     def show_rows(session: Session, limit: Rows = 100) -> None:
@@ -75,7 +81,7 @@ def add_list(group: typer.Typer, collection: str, columns: Sequence[str]) -> Non
 
 
 def add_show(group: typer.Typer, collection: str) -> None:
-    """Give a group the command `show`, for one record."""
+    """Give a group the command `show`, which shows one record."""
 
     @command(group, "show", f"Show one {singular(collection)}.")
     def show_row(session: Session, row: _row(collection)) -> Any:  # type: ignore[valid-type]
@@ -83,7 +89,7 @@ def add_show(group: typer.Typer, collection: str) -> None:
 
 
 def add_create(group: typer.Typer, collection: str, form: Form, text: str) -> None:
-    """Give a group the command `create`, which sends the form."""
+    """Give a group the command `create`, which creates a record from the options of a form."""
 
     @command(group, "create", text, form=form)
     def create(session: Session, body: dict[str, Any]) -> Any:
@@ -100,7 +106,7 @@ def add_action(group: typer.Typer, collection: str, action: str, text: str) -> N
 
 
 def add_deletion(group: typer.Typer, collection: str, name: str, text: str, *, part: str = "") -> None:
-    """Give a group a command that deletes a record, or the `part` of it."""
+    """Give a group a command that deletes a record, or the part of it at the path `part`."""
 
     @command(group, name, text)
     def delete(session: Session, row: _row(collection)) -> Any:  # type: ignore[valid-type]
@@ -111,5 +117,8 @@ def add_deletion(group: typer.Typer, collection: str, name: str, text: str, *, p
 
 def _row(collection: str) -> Any:
     return Annotated[
-        str, typer.Argument(metavar=singular(collection).upper(), help="Name, id, or beginning of the id.")
+        str,
+        typer.Argument(
+            metavar=singular(collection).upper(), help="Name or id, or the first characters of the id."
+        ),
     ]

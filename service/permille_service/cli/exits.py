@@ -2,11 +2,11 @@
 
 0  done
 1  the job failed, or something unexpected happened
-2  usage: the command line is wrong
-3  the input was refused: fix it
-4  there is no such thing
-5  try again later: the service is busy or cannot be reached
-6  access: no token, a wrong one, or a role that may not
+2  the command line is wrong
+3  the input was refused and must be corrected
+4  the named object does not exist
+5  the service is busy or cannot be reached; try again later
+6  no access: the token is missing or wrong, or its role does not suffice
 130  interrupted
 """
 
@@ -43,7 +43,7 @@ def exit_of_status(status: int) -> Exit:
 
 
 class CommandError(Exception):
-    """Failure of a command: the message, the exit code, and the service's problem if there is one."""
+    """Failure of a command, with a message, an exit code, and the problem that the service answered."""
 
     def __init__(self, message: str, code: Exit, problem: dict[str, object] | None = None) -> None:
         super().__init__(message)

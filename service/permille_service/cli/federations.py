@@ -9,19 +9,21 @@ from permille_service.cli.commands import Key, Rows, add_action, add_list, add_s
 from permille_service.cli.session import Session
 from permille_service.forms import form_of
 
-federations = typer.Typer(no_args_is_help=True, help="Run rounds, in which many devices improve one state.")
+federations = typer.Typer(
+    no_args_is_help=True, help="Run rounds, in which many devices train one shared state."
+)
 
 _FEDERATIONS = ("id", "name", "state", "release", "version", "number", "members", "adopted_round")
 _ROUNDS = (
     *("number", "state", "opened_at", "deadline_at", "invited", "received", "counted"),
     *("mean_gain", "gain_low", "reason"),
 )
-Federation = Annotated[str, typer.Argument(help="Name, id, or beginning of the id.")]
+Federation = Annotated[str, typer.Argument(help="Name or id, or the first characters of the id.")]
 
 
 @command(federations, "create", form=form_of(FederationCreate, "name"))
 def create_federation(session: Session, body: dict[str, Any], key: Key = None) -> None:
-    """Define a federation on a release. Devices may join once it is started.
+    """Define a federation on a release. Devices may join it after its start.
 
     Example:
 
@@ -36,17 +38,17 @@ def create_federation(session: Session, body: dict[str, Any], key: Key = None) -
     session.output.show(made)
     if made["minimum"] < FEW_DEVICES and body.get("privacy") is None:
         session.output.say(
-            f"Warning: a sum over {made['minimum']} to {FEW_DEVICES - 1} devices exposes each of them. "
-            "Their owners are told."
+            f"Warning: a sum over {made['minimum']} to {FEW_DEVICES - 1} devices exposes each of them. The "
+            "agents warn the owners of the devices."
         )
     session.output.say_next(f"permille federations start {body['name']}")
 
 
 add_list(federations, "federations", _FEDERATIONS)
 add_show(federations, "federations")
-add_action(federations, "federations", "start", "Start a federation, or go on after a pause.")
+add_action(federations, "federations", "start", "Start a federation, or continue it after a pause.")
 add_action(federations, "federations", "pause", "Pause a federation after the open round.")
-add_action(federations, "federations", "finish", "End a federation for good, with what the open round has.")
+add_action(federations, "federations", "finish", "End a federation for good. The open round closes early.")
 
 
 @command(federations, "rounds")
@@ -58,7 +60,7 @@ def list_rounds(session: Session, federation: Federation, limit: Rows = 20) -> N
 
 @command(federations, "privacy")
 def show_privacy(session: Session, federation: Federation) -> Any:
-    """Show the privacy guarantee of a federation, and how much of it is used.
+    """Show the privacy guarantee of a federation, and how much of it the devices have used.
 
     Example:
 
@@ -69,7 +71,8 @@ def show_privacy(session: Session, federation: Federation) -> Any:
 
 @command(federations, "adopt", form=form_of(AdoptionCreate))
 def adopt(session: Session, body: dict[str, Any], federation: Federation) -> Any:
-    """Let members start from a state with a significant gain. Any other state needs a reason.
+    """Let the devices of a federation start from one of its states. Without a significant gain, give a
+    reason.
 
     Example:
 

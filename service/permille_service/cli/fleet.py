@@ -24,14 +24,14 @@ from permille_service.cli.session import Session
 from permille_service.forms import form_of
 
 releases = typer.Typer(no_args_is_help=True, help="Publish packages as signed versions.")
-invitations = typer.Typer(no_args_is_help=True, help="Invite devices, by one-time codes.")
+invitations = typer.Typer(no_args_is_help=True, help="Invite devices with one-time codes.")
 devices = typer.Typer(no_args_is_help=True, help="List and revoke enrolled devices.")
 runs = typer.Typer(no_args_is_help=True, help="Read the reports of devices.")
 tokens = typer.Typer(no_args_is_help=True, help="Manage the tokens of operators.")
 tenants = typer.Typer(no_args_is_help=True, help="Add and list tenants.")
 audit = typer.Typer(no_args_is_help=True, help="Read and check the log of operators' changes.")
 retention = typer.Typer(no_args_is_help=True, help="Delete old results and reports by age.")
-blobs = typer.Typer(no_args_is_help=True, help="Free the space of deleted results.")
+blobs = typer.Typer(no_args_is_help=True, help="Free the disk space of deleted results.")
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, without deleting it.")]
 
@@ -92,20 +92,20 @@ def yank_release(
     version: Annotated[int, typer.Argument(help="Version to withdraw.")],
     reason: Annotated[str, typer.Option(help="Reason for the record.")] = "withdrawn",
 ) -> None:
-    """Withdraw a version for good: no device installs it any more.
+    """Withdraw a version for good, so that no device installs it any more.
 
     Example:
 
       permille releases yank tiny-llama 3 --reason "answers in the wrong language"
 
-    Devices that have it keep it. `permille releases rollback` gives them an older package.
+    Devices that have installed the version keep it. `permille releases rollback` gives them an older package.
     """
     made = session.client.post(f"/v1/releases/{name}/versions/{version}/yank", {"reason": reason})
     session.output.show(made)
     if made["aliases"]:
         session.output.say(
-            f"devices that have it: {made['devices']}. They keep it. No device installs anything while "
-            f"{', '.join(made['aliases'])} points at this version."
+            f"devices that have it: {made['devices']}. They keep it. While {', '.join(made['aliases'])} "
+            "points at this version, the devices that follow install nothing."
         )
         session.output.say_next(f"permille releases rollback {name}")
 
@@ -138,7 +138,8 @@ def roll_back(
         raise CommandError(
             f"No version of {name!r} has the alias {alias!r}. See `permille releases list`.", Exit.NOT_FOUND
         )
-    # A rollback publishes an old package again. Skipping its twins lets a second rollback go further back.
+    # A rollback publishes an old package again as a new version. Skip all versions with the current package,
+    # so that a second rollback goes further back.
     same = [one["version"] for one in versions if one["manifest_digest"] == current["manifest_digest"]]
     older = (
         one
@@ -148,14 +149,14 @@ def roll_back(
     chosen = next(older, None)
     if chosen is None:
         below = f"version {to}" if to is not None else f"version below {min(same)} that was not yanked"
-        hint = "" if to is not None else "Name one with --to. "
+        hint = "" if to is not None else "Name a version with --to. "
         raise CommandError(
             f"There is no {below} of {name!r}. {hint}See `permille releases list {name}`.", Exit.NOT_FOUND
         )
     if chosen["yanked"] and not yanked:
         raise CommandError(
-            f"Version {to} was yanked: {chosen['yanked_reason']}. Add --yanked to publish its package all "
-            "the same.",
+            f"Version {to} was yanked: {chosen['yanked_reason']}. Add --yanked to publish its package "
+            "nevertheless.",
             Exit.REFUSED,
         )
     body = {"name": name, "package_digest": chosen["manifest_digest"], "alias": alias}
@@ -173,7 +174,7 @@ def set_alias(
     session: Session,
     name: Annotated[str, typer.Argument(help="Name of the release.")],
     alias: Annotated[str, typer.Argument(help="Alias, such as stable.")],
-    version: Annotated[int, typer.Argument(help="Version that it points at.")],
+    version: Annotated[int, typer.Argument(help="Version at which it points.")],
 ) -> Any:
     """Point an alias at a version.
 
@@ -208,12 +209,12 @@ def create_invitation(
 
       permille invitations create --release tiny-llama
 
-    The code is shown once. It admits one device within 24 hours.
+    The code is shown only once. One device can enrol with it, within 24 hours.
     """
     _require_alias(session, release, alias)
     made = session.client.post("/v1/invitations", {"release": release, "alias": alias}, key=key)
     session.output.show(made)
-    # The device needs the same CA file, so the printed command works when it is pasted there.
+    # The device needs the CA file as well. With this option, the printed command can be pasted there.
     trust = "" if session.ca_file is None else f" --ca-file {session.ca_file.name}"
     session.output.say("next, on the device:")
     session.output.say(f"  permille-agent enroll {session.client.url} {made['invitation']}{trust}")
@@ -226,8 +227,8 @@ def _require_alias(session: Session, release: str, alias: str) -> None:
         raise CommandError(f"There is no release {release!r}. See `permille releases list`.", Exit.NOT_FOUND)
     if alias not in known:
         raise CommandError(
-            f"The release {release!r} has no alias {alias!r}, only {', '.join(known) or 'versions'}. "
-            "Set it with `permille releases alias`.",
+            f"The release {release!r} has no alias {alias!r} (it has: {', '.join(known) or 'none'}). Create "
+            "the alias with `permille releases alias`.",
             Exit.NOT_FOUND,
         )
 
@@ -246,32 +247,35 @@ def list_runs(
 @command(audit, "list")
 def list_entries(
     session: Session,
-    last: Annotated[int, typer.Option(min=1, help="Number of entries, the newest ones.")] = 50,
+    last: Annotated[int, typer.Option(min=1, help="Number of newest entries to list.")] = 50,
 ) -> None:
-    """List the changes by operators, newest last."""
+    """List the changes that operators made. The newest comes last."""
     session.output.show([one.model_dump(mode="json") for one in _entries(session)][-last:], _ENTRIES)
 
 
 @command(audit, "verify")
 def verify_entries(
     session: Session,
-    expect: Annotated[str | None, typer.Option(help="Digest that you noted earlier.")] = None,
+    expect: Annotated[str | None, typer.Option(help="Digest that an earlier call printed.")] = None,
 ) -> Any:
-    """Check that no entry was changed or removed.
+    """Check that no entry of the audit log was changed or removed.
 
     Example:
 
       permille audit verify --expect sha256:93f0...
 
-    Store the printed digest outside of the server.
+    Store the printed digest outside of the server. Only with `--expect` does the check notice that the newest
+    entries are missing.
     """
     digest, count, found = FIRST_DIGEST, 0, expect is None
     for entry in _entries(session):
         count += 1
-        # Removed entries at the end leave no gap in the numbers, so only an earlier digest shows them.
+        # This finds changed entries, and removed ones in the middle. Only the earlier digest (`expect`) shows
+        # that entries at the end were removed.
         if entry.seq != count or entry.digest_after(digest) != entry.digest:
             raise CommandError(
-                f"Entry {count} does not follow {digest}: somebody changed the log.", Exit.FAILED
+                f"Entry {count} does not follow the entry with digest {digest}: somebody changed the log.",
+                Exit.FAILED,
             )
         digest = entry.digest
         found = found or digest == expect
@@ -303,27 +307,27 @@ def set_rule(session: Session, body: dict[str, Any]) -> Any:
 
       permille retention set --result-days 90 --keep-newest 5 --log-days 30 --job-days 90
 
-    Limits that you do not name delete nothing. Workers apply the rule every hour.
+    A limit that you do not name is not set, so nothing is deleted by it. Workers apply the rule every hour.
     """
     return session.client.put("/v1/retention", body)
 
 
 @command(retention, "apply")
 def apply_rule(session: Session, dry_run: DryRun = False) -> Any:
-    """Apply the retention rule now, to at most 50 records of each kind.
+    """Apply the retention rule now. This deletes at most 50 records of each kind.
 
     Example:
 
       permille retention apply --dry-run
 
-    `permille blobs collect` then frees their space.
+    `permille blobs collect` then frees the disk space of these records.
     """
     return session.client.post(f"/v1/retention/apply?dry_run={str(dry_run).lower()}", {})
 
 
 @command(blobs, "collect")
 def collect_blobs(session: Session, dry_run: DryRun = False) -> None:
-    """Delete the bytes that no record names any more.
+    """Delete the stored bytes that no record names any more.
 
     Example:
 
@@ -339,8 +343,8 @@ def collect_blobs(session: Session, dry_run: DryRun = False) -> None:
         session.output.say(name)
     session.output.say(
         f"{'would be deleted' if dry_run else 'deleted'}: {found['removed_count']} blobs and sparse models, "
-        f"{decimal(found['removed_bytes'])}; no row names {decimal(found['unreferenced_bytes'])} "
-        f"of {decimal(found['stored_bytes'])}"
+        f"{decimal(found['removed_bytes'])}. No record names {decimal(found['unreferenced_bytes'])} of the "
+        f"{decimal(found['stored_bytes'])} that are stored."
     )
 
 
@@ -349,7 +353,8 @@ def add_fleet(app: typer.Typer) -> None:
 
     @command(app, "fleet", panel=DEVICES)
     def show_fleet(session: Session) -> None:
-        """Count devices: by version and its effect, by agent and engine, by when they were seen.
+        """Count devices by version, agent, engine, and the time they were last seen. Show each version's
+        effect.
 
         Example:
 
@@ -367,11 +372,11 @@ def add_fleet(app: typer.Typer) -> None:
 
 
 def _show_versions(session: Session, versions: list[dict[str, Any]]) -> None:
-    """Show versions in two tables, because a single one would be wider than terminals."""
+    """Show versions in two tables, because a single table would be wider than most terminals."""
     session.output.show(versions, _VERSIONS)
     if any(one["improvement"] or one["peak_rss_bytes"] for one in versions):
         session.output.say(
-            "\nimprovement in nats per token, low and high with 95 % confidence; rise of the loss "
+            "\nimprovement in nats per token, with a 95 % confidence interval (low, high); rise of the loss "
             "on general text; peak memory"
         )
         session.output.show(versions, _GAINS)
@@ -387,10 +392,11 @@ def show_release(
     name: Annotated[str, typer.Argument(help="Name of the release.")],
     version: Annotated[int | None, typer.Argument(help="Version. Default: the newest.")] = None,
     against: Annotated[
-        int | None, typer.Option(help="Version to compare with. Default: the one before that was not yanked.")
+        int | None,
+        typer.Option(help="Version to compare with. Default: the newest earlier one that was not yanked."),
     ] = None,
 ) -> None:
-    """Compare a version with the one before, by the reports of devices.
+    """Compare a version with an earlier one, by the reports of devices.
 
     Example:
 
@@ -416,7 +422,7 @@ def show_release(
 
 
 def _show_alone(session: Session, name: str, version: int | None) -> None:
-    """Show a version that has no earlier one."""
+    """Show a version that has no earlier version to compare with."""
     versions = [one["version"] for one in session.client.pages("/v1/releases", name=name)]
     if not versions:
         raise CommandError(f"There is no release {name!r}. See `permille releases list`.", Exit.NOT_FOUND)
@@ -424,11 +430,13 @@ def _show_alone(session: Session, name: str, version: int | None) -> None:
     session.output.show(session.client.get(f"/v1/releases/{name}/versions/{asked}"))
     if known := _others(session, name):
         _show_versions(session, known)
-    session.output.say(f"There is no version before {asked} to compare it with that was not yanked.")
+    session.output.say(
+        f"Version {asked} is not compared, because no earlier version exists that was not yanked."
+    )
 
 
 def _others(session: Session, name: str, *compared: int) -> list[dict[str, Any]]:
-    """Return the other versions of a release that devices have or have reported, including yanked ones."""
+    """Return the other versions of a release that devices have or have reported on, including yanked ones."""
     versions = session.client.get("/v1/fleet")["versions"]
     return [one for one in versions if one["name"] == name and one["version"] not in compared]
 
@@ -438,7 +446,7 @@ add_action(invitations, "invitations", "revoke", "Revoke an invitation.")
 
 add_list(devices, "devices", ("id", "name", "state", "release", "alias", "last_seen_at"))
 add_show(devices, "devices")
-add_action(devices, "devices", "revoke", "Exclude a device for good, from its next request on.")
+add_action(devices, "devices", "revoke", "Exclude a device for good. Its next request is refused.")
 
 add_show(runs, "runs")
 add_deletion(runs, "runs", "delete-log", "Delete the shared log of a run.", part="/log")

@@ -12,12 +12,12 @@ _WIDEST_CHOICES: Final = 12
 
 
 def parameters_of(form: Form) -> list[inspect.Parameter]:
-    """Return the parameters of a command for typer. An option that is not given is None."""
+    """Return the parameters that typer needs for a form. The value of an option that is not given is None."""
     return [_parameter(option, form.arguments) for option in form.options]
 
 
 def _parameter(option: RequestOption, arguments: tuple[str, ...]) -> inspect.Parameter:
-    # The service sets the defaults. Here they are only shown.
+    # The service applies the defaults. The help only shows them.
     told = "" if option.default is None or option.default is False else f" Default: {option.default}."
     text = f"{option.help[:1].upper()}{option.help[1:]}".strip().removesuffix(".") + f".{told}"
     chosen: Any = (
@@ -38,7 +38,7 @@ def _parameter(option: RequestOption, arguments: tuple[str, ...]) -> inspect.Par
 
 
 def _folded(option: RequestOption) -> str | None:
-    """Break choices into short lines. Long ones would leave too little room for option names."""
+    """Fold the choices into short lines. Long lines would leave too little room for the option's name."""
     if not option.choices or option.value_type is not str:
         return None
     lines = textwrap.wrap(f"<{'| '.join(option.choices)}>", _WIDEST_CHOICES, break_on_hyphens=False)

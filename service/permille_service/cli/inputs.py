@@ -19,7 +19,9 @@ corpora = typer.Typer(no_args_is_help=True, help="Register public text.")
 def add_model(
     session: Session,
     name: Annotated[str, typer.Argument(help="Name for the model.")],
-    folder: Annotated[str | None, typer.Option(help="Folder of transformers, below the model root.")] = None,
+    folder: Annotated[
+        str | None, typer.Option(help="Folder in the transformers format, below the model root.")
+    ] = None,
     hub: Annotated[
         str | None, typer.Option(help="Repository of the Hugging Face hub, as owner/name.")
     ] = None,
@@ -29,7 +31,7 @@ def add_model(
     gguf: Annotated[str | None, typer.Option(help="GGUF file, below the model root.")] = None,
     ollama: Annotated[
         str | None,
-        typer.Option(help="Model of Ollama, as NAME or NAME:TAG. The model root must be Ollama's store."),
+        typer.Option(help="Model of Ollama, as NAME or NAME:TAG. The model root must be Ollama's folder."),
     ] = None,
     key: Key = None,
 ) -> None:
@@ -45,7 +47,7 @@ def add_model(
     """
     given = [option for option in (folder, hub, gguf, ollama) if option is not None]
     if len(given) != 1 or (hub is None) != (commit is None):
-        raise CommandError("Name one of --folder, --gguf, --ollama, or --hub with --commit.", Exit.USAGE)
+        raise CommandError("Give one of --folder, --gguf, --ollama, or --hub with --commit.", Exit.USAGE)
     source = {"kind": "hub", "repository": hub, "commit": commit}
     if folder is not None:
         source = {"kind": "folder", "path": folder}
@@ -62,7 +64,7 @@ def add_model(
 
 
 def _ollama_path(name: str) -> str:
-    """Return the path of a model's file in Ollama's store, relative to the store."""
+    """Return the path of a model's file, relative to the folder in which Ollama stores its models."""
     try:
         store, path = ollama_file(name)
     except InputError as exc:
@@ -71,13 +73,13 @@ def _ollama_path(name: str) -> str:
 
 
 def _outside(name: str) -> str:
-    """Return the error for a model of Ollama that is not below the service's model root."""
+    """Return the error message for a model of Ollama that is not below the service's model root."""
     store, path = ollama_file(name)
     file = f"{name.replace('/', '-').replace(':', '-')}.gguf"
     return (
-        f"The service's model root is not Ollama's store, so it does not find {name} there. Put the file "
-        f"below the root and name it with --gguf: `ln {path} ROOT/{file}` (or cp, from another disk), then "
-        f"--gguf {file}. Or start the service with --model-root {store}."
+        f"The service does not find {name}, because its model root is not the folder of Ollama. Either start "
+        f"the service with --model-root {store}. Or put the file below the model root with "
+        f"`ln {path} ROOT/{file}` (`cp` from another disk), and use --gguf {file} instead of --ollama."
     )
 
 
@@ -88,7 +90,9 @@ def add_corpus(
     file: Annotated[
         str | None, typer.Option(help="File (.jsonl, .jsonl.gz or .txt), below the corpus root.")
     ] = None,
-    streamed: Annotated[str | None, typer.Option(help="Data set to stream from the hub: c4.")] = None,
+    streamed: Annotated[
+        str | None, typer.Option(help="Data set that jobs stream from the hub. Only `c4` is available.")
+    ] = None,
     split: Annotated[str, typer.Option(help="Part of a streamed data set: train or validation.")] = "train",
     key: Key = None,
 ) -> None:
@@ -101,7 +105,7 @@ def add_corpus(
       permille corpora add c4 --streamed c4
     """
     if (file is None) == (streamed is None):
-        raise CommandError("Name either --file or --streamed.", Exit.USAGE)
+        raise CommandError("Give either --file or --streamed.", Exit.USAGE)
     source = {"kind": "streamed", "dataset": streamed, "split": split}
     if file is not None:
         source = {"kind": "file", "path": file}
@@ -110,7 +114,8 @@ def add_corpus(
     except CommandError as exc:
         if file is None or exc.code is not Exit.NOT_FOUND:
             raise
-        root = "The root is the folder that `permille up` prints at `texts`; --corpus-root chooses another."
+        root = "`permille up` prints the corpus root at `texts`. To use another one, start it with "
+        "--corpus-root."
         raise CommandError(f"{exc} {root}", exc.code, exc.problem) from exc
     session.output.show(added)
     session.output.say_next(f"permille builds create --model MODEL --corpus {name}")
@@ -124,7 +129,7 @@ def show_catalogue(*, as_json: AsJson = False) -> None:
 
       permille models catalogue
     """
-    # Imported here, because these import numpy, which would slow every command.
+    # These modules import numpy. An import at the top would slow down every command.
     from permille.models.catalogue import CATALOGUE
     from permille.quantization.types import Scheme
 
@@ -146,5 +151,5 @@ add_list(models, "models", ("id", "name", "family", "parameters", "scoped_parame
 add_list(corpora, "corpora", ("id", "name", "source.kind", "source.path", "size_bytes"))
 add_show(models, "models")
 add_show(corpora, "corpora")
-add_deletion(models, "models", "remove", "Remove a model that nothing was made from. Its files stay.")
+add_deletion(models, "models", "remove", "Remove a model from which nothing was made. Its files stay.")
 add_deletion(corpora, "corpora", "remove", "Remove a corpus that no result names. Its file stays.")

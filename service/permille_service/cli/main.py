@@ -1,4 +1,4 @@
-"""`permille`: the operator's command line. Starts the service (`up`), and calls it (everything else)."""
+"""`permille`: the operator's command line. `permille up` starts the service. Most other commands call it."""
 
 import functools
 import logging
@@ -44,10 +44,11 @@ app = typer.Typer(
 
 
 def plugin(entry: EntryPoint) -> Callable[..., Any]:
-    """Load a command from outside, such as the lab's `evaluate`, and name what is not installed.
+    """Load a command of another package, such as the lab's `evaluate`.
 
-    The entry point is a function that typer reads. It is imported at each start of `permille`, so it must
-    import what is heavy when it runs.
+    If the command needs a module that is not installed, it fails with a message that says what to install.
+    The entry point is a function with options for typer. It is imported at each start of `permille`, so it
+    must import heavy modules only when it runs.
     """
     run: Callable[..., Any] = entry.load()
 
@@ -73,11 +74,11 @@ def _place(
     context: typer.Context,
     url: Annotated[
         str | None,
-        typer.Option(envvar="PERMILLE_URL", help="Address of the service. Default: that of the data folder."),
+        typer.Option(envvar="PERMILLE_URL", help="URL of the service. Default: read from the data folder."),
     ] = None,
     token: Annotated[
         str | None,
-        typer.Option(envvar="PERMILLE_TOKEN", help="Operator token. Default: that of the data folder."),
+        typer.Option(envvar="PERMILLE_TOKEN", help="Operator token. Default: read from the data folder."),
     ] = None,
     data_dir: Annotated[
         Path | None,
@@ -87,7 +88,9 @@ def _place(
     ] = None,
     ca_file: Annotated[
         Path | None,
-        typer.Option(envvar="PERMILLE_CA_FILE", help="PEM file of the service's own certificate authority."),
+        typer.Option(
+            envvar="PERMILLE_CA_FILE", help="PEM file of the authority that signed the service's certificate."
+        ),
     ] = None,
     _version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
@@ -99,12 +102,14 @@ def _place(
 @app.command("up", rich_help_panel=START)
 def start(
     context: typer.Context,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of database, blobs, keys and token.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the database, the blobs, the keys and the token.")
+    ] = None,
     host: Annotated[
         str | None,
         typer.Option(
             envvar="PERMILLE_HOST",
-            help="Address to listen at; others than loopback need TLS. Default: 127.0.0.1.",
+            help="Address to listen on. Any address but loopback needs TLS. Default: 127.0.0.1.",
         ),
     ] = None,
     port: Annotated[
@@ -113,17 +118,17 @@ def start(
             envvar="PERMILLE_PORT",
             min=0,
             max=65_535,
-            help="Port to listen at; 0 takes a free one. Default: 8321.",
+            help="Port to listen on. With 0, the system chooses a free port. Default: 8321.",
         ),
     ] = None,
     port_file: Annotated[
-        Path | None, typer.Option(help="File to write the port to, once the service answers.")
+        Path | None, typer.Option(help="File to which the port is written when the service answers.")
     ] = None,
     model_root: Annotated[
-        Path | None, typer.Option(resolve_path=True, help="Folder of models that may be registered.")
+        Path | None, typer.Option(resolve_path=True, help="Folder below which models can be registered.")
     ] = None,
     corpus_root: Annotated[
-        Path | None, typer.Option(resolve_path=True, help="Folder of texts that may be registered.")
+        Path | None, typer.Option(resolve_path=True, help="Folder below which texts can be registered.")
     ] = None,
     tls_certificate: Annotated[
         Path | None,
@@ -135,14 +140,14 @@ def start(
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Host name to answer to. Repeat it for more.", rich_help_panel="TLS"),
+        typer.Option(help="Host name that requests may use. Repeatable.", rich_help_panel="TLS"),
     ] = None,
     worker: Annotated[
-        bool, typer.Option("--worker/--no-worker", help="Whether to start a worker too.")
+        bool, typer.Option("--worker/--no-worker", help="Whether to start a worker as well.")
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Start the service: API and worker, until Ctrl-C or SIGTERM.
+    """Start the service (API and worker). It runs until Ctrl-C or SIGTERM.
 
     Examples:
 
@@ -184,9 +189,9 @@ def start(
         for what, root, command in (
             ("models ", settings.model_root, "models add NAME --gguf FILE"),
             ("texts  ", settings.corpus_root, "corpora add NAME --file FILE"),
-        ):  # a mistyped root is created like any other, so say that it is new
+        ):  # a mistyped root is created, too, so tell the user which roots are new
             output.say(f"{what}  below {root}{' (a new folder)' if root in new else ''}: permille {command}")
-        output.say("Ctrl-C stops it.")
+        output.say("Press Ctrl-C to stop it.")
 
     run(settings, with_worker=worker, port_file=port_file, announce=announce)
 
@@ -220,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         app(args=arguments, prog_name="permille")
-    except InputError as exc:  # raised by commands that only work on files
+    except InputError as exc:  # from commands that work on files without a service
         _show_error(CommandError(str(exc), Exit.REFUSED), as_json="--json" in arguments)
         return int(Exit.REFUSED)
     except CommandError as exc:

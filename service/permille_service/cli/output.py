@@ -1,5 +1,7 @@
-"""Output of commands: tables and progress for people, JSON for programs (`--json`: one document on
-stdout)."""
+"""Output of commands: tables and progress bars for people, and JSON for programs.
+
+With `--json`, a command prints exactly one JSON document on stdout.
+"""
 
 import json
 import sys
@@ -41,11 +43,12 @@ class Output:
             for name, rows in records_in(answer).items():
                 self.console.print(f"\n[bold]{name}[/bold]")
                 lines = [flat(row) for row in rows]
-                columns = [column for column in lines[0] if column != "media_type"]  # the role tells the same
+                # The role implies the media type.
+                columns = [column for column in lines[0] if column != "media_type"]
                 self.console.print(table_of(lines, columns))
 
     def say(self, text: str) -> None:
-        """Print a line for people. With `--json` nothing is printed."""
+        """Print a line for people. With `--json`, print nothing."""
         if not self.as_json:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -58,20 +61,20 @@ def make_output(*, as_json: bool) -> Output:
     """Make an output with tables on stdout and errors on stderr."""
     console = PlainConsole()
     if not console.is_terminal:
-        console = PlainConsole(width=WIDE)  # a pipe has no width, so ids are not cut
+        console = PlainConsole(width=WIDE)  # a pipe has no width; this one is wide enough for full ids
     return Output(as_json=as_json, console=console, errors=PlainConsole(stderr=True))
 
 
 def print_json(answer: Any) -> None:
-    """Print one JSON document on stdout, in ASCII, because a terminal executes some other characters."""
+    """Print one JSON document on stdout. It is ASCII, because terminals execute some other characters."""
     sys.stdout.write(json.dumps(answer, indent=2) + "\n")
 
 
 def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:
-    """Follow a job to its end and return it. A terminal shows a bar, a pipe gets a line twice a minute.
+    """Follow a job to its end and return it. A terminal shows a bar, and a pipe gets a line twice a minute.
 
     Raises:
-        CommandError: the job did not succeed, or Ctrl-C ended the wait. In this case the job continues.
+        CommandError: the job did not succeed, or the user pressed Ctrl-C. After Ctrl-C, the job continues.
     """
     bar = Progress(
         TextColumn("{task.description}"),
@@ -91,8 +94,8 @@ def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:
                 follower.follow(event, bar, task)
     except KeyboardInterrupt:
         raise CommandError(
-            f"Stopped waiting; job {job_id} goes on. Follow it with `permille jobs watch {job_id}`, or "
-            f"stop it with `permille jobs cancel {job_id}`.",
+            f"This command no longer waits, but job {job_id} goes on. Follow it with "
+            f"`permille jobs watch {job_id}`, or stop it with `permille jobs cancel {job_id}`.",
             Exit.INTERRUPTED,
         ) from None
     job: dict[str, Any] = client.get(f"/v1/jobs/{job_id}")
@@ -104,9 +107,9 @@ def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:
 
 
 class Follower:
-    """The progress of a job from its events, as a bar, or in a pipe as lines.
+    """Display of a job's progress: a bar in a terminal, and lines in a pipe.
 
-    Example:
+    Example of a line:
         mask: fisher 9/32: 29 % done, 3 min left
     """
 
@@ -117,7 +120,7 @@ class Follower:
         self._due_s = 0.0
 
     def follow(self, event: dict[str, Any], bar: Progress, task: Any) -> None:
-        """Show an event. In a pipe, print a line if the last one is half a minute old."""
+        """Show an event. In a pipe, print a line only if the last line is half a minute old."""
         data = event["data"]
         if event["kind"] == "state":
             bar.update(task, description=str(data.get("state")))
@@ -133,7 +136,10 @@ class Follower:
             self._console.print(line, markup=False, highlight=False)
 
     def _left_s(self, at: float, done: float) -> float | None:
-        """Estimate the time left from the pace since the first event. Builds do not report a time left."""
+        """Estimate the time left from the progress since the first event.
+
+        Builds do not report the time that is left.
+        """
         if self._first is None:
             self._first = (at, done)
         begun, first = self._first

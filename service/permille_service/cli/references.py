@@ -12,18 +12,19 @@ _FULL = re.compile(
     r"[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}|sha256:[0-9a-f]{64}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 )
 LOOKED_THROUGH = 1000
-"""Number of the newest records that are searched."""
+"""A name or prefix is searched in this number of newest records."""
 _KEYS = {"packages": "digest", "runs": "run_id"}
 _SHOWN = 5
-# An empty text is often an unset shell variable, so it must not match the only record. `mask_` matches it.
+# Texts that are not accepted as the beginning of an id. An empty text often comes from an unset shell
+# variable. It would match if there is only one record, which the user may not have meant.
 _NO_BEGINNING = ("", "sha256:")
 
 
 def resolve(client: "Client", collection: str, text: str) -> str:
-    """Return the id of a record that is given by its name, its id or the beginning of its id.
+    """Return the id of a record that the user names by its name, its id, or the first characters of its id.
 
     Raises:
-        CommandError: no record matches, or several do.
+        CommandError: no record matches, or several records match.
     """
     if _FULL.fullmatch(text):
         return text
@@ -33,7 +34,8 @@ def resolve(client: "Client", collection: str, text: str) -> str:
     found = [row[key] for row in rows if text and text in (row.get("name"), _made_name(row))]
     if not found and text in _NO_BEGINNING:
         raise CommandError(
-            f"{text!r} names no {one}. Give its name, its id or the beginning of it. {known}", Exit.USAGE
+            f"{text!r} names no {one}. Give its name, its id, or the first characters of the id. {known}",
+            Exit.USAGE,
         )
     found = found or [
         row[key]
@@ -46,12 +48,12 @@ def resolve(client: "Client", collection: str, text: str) -> str:
         raise CommandError(f"There is no {one} {text!r}. {known}", Exit.NOT_FOUND)
     more = "" if len(found) <= _SHOWN else f" and {len(found) - _SHOWN} more"
     raise CommandError(
-        f"{text!r} can mean {', '.join(found[:_SHOWN])}{more}. Give more of the id.", Exit.USAGE
+        f"{text!r} can mean {', '.join(found[:_SHOWN])}{more}. Give more characters of the id.", Exit.USAGE
     )
 
 
 def _made_name(row: dict[str, Any]) -> Any:
-    """Return the name of a sparsification's model, or None for other records."""
+    """Return the name of the model that a sparsification made, or None for other records."""
     return (row.get("request") or {}).get("name")
 
 

@@ -1,6 +1,7 @@
-"""The service to call, the token to call it with, and the session of one command.
+"""The session of one command: the service that it calls, and the token that it sends.
 
-URL and token come from flags or the environment, else from the files that `permille up` writes.
+The URL and the token come from options or the environment. Otherwise they are read from the files that
+`permille up` writes.
 """
 
 import os
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The options before the command."""
+    """The options that stand before the name of the command. They say which service to call."""
 
     url: str | None = None
     token: str | None = None
@@ -31,20 +32,20 @@ class Place:
 
     @property
     def folder(self) -> Path:
-        """The data folder: the named one, or `permille` below the user's data folder."""
+        """The data folder: the one that the user named, or `permille` below the user's data folder."""
         base = os.environ.get("XDG_DATA_HOME")
         return self.data_dir or (Path(base) if base else Path.home() / ".local" / "share") / "permille"
 
     @property
     def token_path(self) -> Path:
-        """Return the path of the service's first token, in its private folder if it has one."""
+        """The path of the service's first token. It lies in the private folder if the service has one."""
         private = os.environ.get("PERMILLE_PRIVATE_DIR")
         return (Path(private) if private else self.folder) / "operator.token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A client, and the output for its answers."""
+    """A client of the service, and the output for the answers."""
 
     client: "Client"
     output: Output
@@ -57,21 +58,22 @@ class Session:
 
 @contextmanager
 def connect(context: typer.Context, *, as_json: bool) -> Iterator[Session]:
-    """Open a session. Raises CommandError if URL or token are missing."""
+    """Open a session. Raises CommandError if the URL or the token is not known."""
     from permille_service.cli.client import Client  # takes a tenth of a second, which would delay `--help`
 
     place = context.ensure_object(Place)
     url = place.url or _first_line(place.folder / "service.url")
     if not url:
         raise CommandError(
-            f"No service is known: none runs with the data folder {place.folder}. Start one with `permille "
-            "up`, or name its address with --url or PERMILLE_URL.",
+            f"No service runs with the data folder {place.folder}. Start one with `permille up`, or give the "
+            "URL of another service with --url or PERMILLE_URL.",
             Exit.RETRY,
         )
     token = place.token or _first_line(place.token_path)
     if not token:
         raise CommandError(
-            f"No token is known: {place.token_path} does not exist. Name one with --token or PERMILLE_TOKEN.",
+            f"There is no token: {place.token_path} does not exist. Give a token with --token or "
+            "PERMILLE_TOKEN.",
             Exit.ACCESS,
         )
     with Client(url.rstrip("/"), token, ca_file=place.ca_file) as client:

@@ -1,6 +1,6 @@
 """Tables for people, with short ids and digests, units such as MB, and times such as "3 min ago".
 
-Every command accepts a shortened id or digest, see `references`. `--json` prints all values in full.
+Every command accepts a shortened id or digest (see `references`). `--json` prints all values in full.
 """
 
 import re
@@ -15,7 +15,8 @@ from rich.table import Table
 _ID = re.compile(r"[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-# The first ten characters after the prefix of an id are its milliseconds. Two rows may share them.
+# After its prefix, an id begins with ten characters that encode its time in milliseconds. Two rows can have
+# the same time.
 _SHORT = {_ID: len("_") + 10, _DIGEST: len("sha256:") + 12, _UUID: 8}
 _SUFFIX = re.compile("_(id|at|bytes|fraction)$")
 _WORD = 24
@@ -25,7 +26,10 @@ Row = Mapping[str, Any]
 
 
 def table_of(rows: Sequence[Row], columns: Sequence[str], *, now: datetime | None = None) -> Table:
-    """Make a table of records. A column `source.path` shows a nested field under the heading `path`."""
+    """Make a table of records.
+
+    A column can show a nested field. For example, the column `source.path` has the heading `path`.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     cells = [[_inside(row, column) for row in rows] for column in columns]
     for column, values in zip(columns, cells, strict=True):
@@ -44,9 +48,9 @@ def table_of(rows: Sequence[Row], columns: Sequence[str], *, now: datetime | Non
 
 
 def fields_of(record: Row, *, now: datetime | None = None) -> Table:
-    """Make a table of a record's fields. Nested fields get their own lines.
+    """Make a table of a record's fields. Each nested field gets a line of its own.
 
-    Only the id of the record is shown in full.
+    The id of the record is shown in full. Other ids are shortened.
     """
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
@@ -58,7 +62,7 @@ def fields_of(record: Row, *, now: datetime | None = None) -> Table:
 
 
 def records_in(record: Row) -> dict[str, list[Row]]:
-    """Return the lists of records inside a record. They are shown as separate tables."""
+    """Return the lists of records inside a record. Commands show each of them as a separate table."""
     return {
         name: value
         for name, value in record.items()
@@ -143,7 +147,7 @@ def short(value: str) -> str:
 
 
 def figures_of(figures: Sequence[Row]) -> list[Row]:
-    """Format the figures of a preflight in their units. Unknown figures are shown as "unknown"."""
+    """Format the figures of a preflight with their units. An unknown figure becomes "unknown"."""
     return [
         {
             **row,
@@ -175,7 +179,7 @@ def _lines(prefix: str, record: Row) -> list[tuple[str, Any]]:
 
 
 def _shortened(values: Sequence[Any]) -> list[Any]:
-    """Cut ids and digests to one length that keeps different values different."""
+    """Cut ids and digests to the same length. The length keeps different values different."""
     for pattern, length in _SHORT.items():
         known = {value for value in values if isinstance(value, str) and pattern.fullmatch(value)}
         if not known:

@@ -1,9 +1,11 @@
 """`permille trust`: manage the keys that sign what devices may install.
 
-`key` and `sign` need neither network nor service. A key that the service does not hold signs drafts:
-`offline` and `renew` write them, `sign` signs them on the machine with the key, and `send` sends them to the
-service in the printed order. Commands import the modules for metadata when they need them, because that
-import takes half of the start-up time.
+A key can be kept on another machine than the service. Such a key signs drafts, which are files of metadata:
+`offline`, `rotate` and `renew` write the drafts, `sign` signs them on the machine that has the key, and
+`send` sends them to the service in the printed order. `key` and `sign` need neither a network nor a service.
+
+Commands import the modules for metadata only when they need them, because this import takes half of the
+start-up time.
 """
 
 from pathlib import Path
@@ -18,14 +20,14 @@ from permille_service.cli.session import Session
 
 trust = typer.Typer(no_args_is_help=True, help="Manage the keys that sign releases.")
 
-Into = Annotated[Path, typer.Option(help="Folder for drafts that are signed elsewhere.")]
+Into = Annotated[Path, typer.Option(help="Folder for drafts that other machines must sign.")]
 _HERE = Path()
 _ROLES = ("role", "version", "expires_at", "threshold", "signed_here", "key_ids")
 
 
 @command(trust, "show")
 def show_roles(session: Session) -> None:
-    """Show the roles: their keys, and until when their metadata is valid."""
+    """Show the roles, their keys, and when their metadata expires."""
     found = session.client.get("/v1/trust")
     if session.output.as_json:
         session.output.show(found)
@@ -40,13 +42,14 @@ def rotate(
     roles: Annotated[list[str] | None, typer.Argument(help="Roles. Default: snapshot and timestamp.")] = None,
     into: Into = _HERE,
 ) -> Any:
-    """Replace keys of the service by new ones.
+    """Replace keys of the service with new ones.
 
     Example:
 
       permille trust rotate snapshot timestamp
 
-    Devices follow by themselves. Rotate snapshot and timestamp after you restored a backup, too.
+    Devices learn the new keys from the metadata. Also rotate snapshot and timestamp after you restored a
+    backup.
     """
     asked = [{"role": role} for role in roles or ("snapshot", "timestamp")]
     return _drafts(session, session.client.post("/v1/trust/rotations", {"roles": asked}), into)
@@ -58,7 +61,7 @@ def renew(
     roles: Annotated[list[str] | None, typer.Argument(help="Roles to renew before they are due.")] = None,
     into: Into = _HERE,
 ) -> Any:
-    """Renew metadata that will expire soon. Roles whose key is elsewhere become drafts.
+    """Renew metadata that will expire soon. For roles whose key is elsewhere, write drafts.
 
     Example:
 
@@ -70,22 +73,23 @@ def renew(
 @command(trust, "offline")
 def take_offline(
     session: Session,
-    root_key: Annotated[list[str], typer.Option(help="Public key of root; repeat it for more.")],
-    targets_key: Annotated[list[str], typer.Option(help="Public key of targets; repeat it for more.")],
-    threshold: Annotated[int, typer.Option(help="Number of the root's keys that must sign.")] = 1,
+    root_key: Annotated[list[str], typer.Option(help="Public key of the role root. Repeatable.")],
+    targets_key: Annotated[list[str], typer.Option(help="Public key of the role targets. Repeatable.")],
+    threshold: Annotated[int, typer.Option(help="Number of keys of the role root that must sign.")] = 1,
     releases_key: Annotated[
-        list[str] | None, typer.Option(help="Public key of releases, to sign them elsewhere too.")
+        list[str] | None,
+        typer.Option(help="Public key of the role releases, to take it offline as well. Repeatable."),
     ] = None,
     into: Into = _HERE,
 ) -> Any:
-    """Take root and targets offline, to keys that `permille trust key` made elsewhere.
+    """Take the roles root and targets offline, so that only keys on other machines can sign for them.
 
     Example:
 
       permille trust offline --root-key ROOT --targets-key TARGETS --into drafts
 
-    Sign the drafts where the keys are, then send them in the order shown. After the last one the service
-    deletes its own keys of these roles.
+    `permille trust key` makes the keys. Sign the drafts where the keys are, and then send them in the order
+    shown. After the last draft, the service deletes its own keys of these roles.
     """
     asked: list[dict[str, Any]] = [
         {"role": "root", "public_keys": root_key, "threshold": threshold},
@@ -116,10 +120,10 @@ def send(
 
 @trust.command("key")
 def make_key(
-    file: Annotated[Path, typer.Argument(help="File for the private key; it must not exist.")],
+    file: Annotated[Path, typer.Argument(help="New file for the private key.")],
     as_json: AsJson = False,
 ) -> None:
-    """Make a key, without network. It prints the public key.
+    """Make a key and print its public key. This needs no network.
 
     Example:
 
@@ -132,20 +136,20 @@ def make_key(
 
 @trust.command("sign")
 def sign(
-    file: Annotated[Path, typer.Argument(help="Draft, `<version>.<role>.json`. It is signed in place.")],
+    file: Annotated[
+        Path, typer.Argument(help="Draft to sign, `<version>.<role>.json`. The file is changed.")
+    ],
     key: Annotated[Path, typer.Option(help="Private key, from `permille trust key`.")],
     add: Annotated[str | None, typer.Option(help="Version to list, as NAME/VERSION.")] = None,
     manifest: Annotated[Path | None, typer.Option(help="Manifest of that version's package.")] = None,
-    alias: Annotated[
-        list[str] | None, typer.Option(help="Alias for that version. Repeat it for more.")
-    ] = None,
+    alias: Annotated[list[str] | None, typer.Option(help="Alias for that version. Repeatable.")] = None,
     federation: Annotated[Path | None, typer.Option(help="Definition of a federation to list.")] = None,
     remove: Annotated[
-        str | None, typer.Option(help="Version to withdraw, as NAME/VERSION, or a path.")
+        str | None, typer.Option(help="Version to withdraw, as NAME/VERSION, or target path to remove.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sign a draft, without network, and show its contents.
+    """Sign a draft and show its contents. This needs no network.
 
     Example:
 
@@ -160,7 +164,7 @@ def sign(
 
 
 def _drafts(session: Session, answer: dict[str, Any], into: Path) -> Any:
-    """Write drafts as files and print their names. Without drafts, print the roles."""
+    """Write drafts to files, and print how to sign and send them. Without drafts, print the roles."""
     from permille_service.trust.drafts import version_of
 
     files = []
@@ -172,7 +176,8 @@ def _drafts(session: Session, answer: dict[str, Any], into: Path) -> Any:
     if not files:
         return show_roles(session)
     session.output.say(
-        "Sign them where the keys are: permille trust sign FILE --key KEY. Then send them in this order:"
+        "Sign these drafts where the keys are: permille trust sign FILE --key KEY. Then send them in this "
+        "order:"
     )
     session.output.say(f"  permille trust send {' '.join(files)}")
     return {"drafts": files} if session.output.as_json else None

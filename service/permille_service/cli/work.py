@@ -1,4 +1,4 @@
-"""Commands of jobs and their results. The description of each kind of job defines its commands."""
+"""Commands of jobs and of their results. They are made from the descriptions in `permille.schemas.kinds`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,18 +30,18 @@ jobs = typer.Typer(no_args_is_help=True, help="Follow, cancel and retry jobs.")
 
 
 Again = Annotated[
-    bool, typer.Option("--again", help="Repeat the work even if an equal request was done before.")
+    bool, typer.Option("--again", help="Do the work again, even if an equal request has already succeeded.")
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Additions of the command line to a kind of job.
+    """What the command line adds to the description of a kind of job.
 
     Attributes:
-        columns: columns of its table, as dotted names.
-        example: options of a first call.
-        then: the command that usually comes next. `{}` stands for the result's id.
+        columns: the columns of its table, as dotted names of fields.
+        example: the options of the example in the help text.
+        then: the command that usually comes next. `{}` stands for the id of the result.
     """
 
     columns: tuple[str, ...]
@@ -92,7 +92,7 @@ FIGURES = ("name", "needed", "available", "enough", "explanation")
 
 
 def add_work(app: typer.Typer) -> None:
-    """Add a group of commands for each kind of job that a request starts, and `preflight`."""
+    """Add a group of commands for each kind of job that a request starts, and the command `preflight`."""
     for kind, work in WORK.items():
         group = typer.Typer(no_args_is_help=True, help=work.about)
         _add_create(group, work, _VIEWS[kind])
@@ -115,7 +115,7 @@ def _add_create(group: typer.Typer, work: WorkKind, view: View) -> None:
         path = f"/v1/{work.collection}{'?again=true' if again else ''}"
         job = session.client.post(path, body, key=key)
         if job["state"] == JobState.SUCCEEDED:
-            session.output.say("An equal request was done before. --again repeats the work.")
+            session.output.say("An equal request has already succeeded. Use --again to repeat the work.")
         if no_wait:
             session.output.show(job)
             session.output.say_next(f"permille jobs watch {job['id']}")
@@ -125,7 +125,7 @@ def _add_create(group: typer.Typer, work: WorkKind, view: View) -> None:
 
 def _add_preflight(app: typer.Typer, work: WorkKind) -> None:
     text = (
-        "Check whether this machine can hold a build. The exit code is 3 if it cannot.\n\n"
+        "Check whether the service's machine has the resources for a build. If not, the exit code is 3.\n\n"
         f"Example:\n\n  permille preflight {_VIEWS[work.kind].example}"
     )
 
@@ -136,12 +136,14 @@ def _add_preflight(app: typer.Typer, work: WorkKind) -> None:
             session.output.show(answer)
         else:
             session.output.show(figures_of(answer["figures"]), FIGURES)
-        # A hub model that was not downloaded yet has no known size.
+        # The size of a hub model is unknown until a job has downloaded it.
         if answer["unknown"]:
-            session.output.say(f"Not known yet: {answer['unknown']}")
+            session.output.say(f"The needs are not known yet: {answer['unknown']}")
         if not answer["accepted"]:
             raise CommandError(
-                "This machine cannot hold the build. Ask for less, or use a larger machine.", Exit.REFUSED
+                "The service's machine lacks resources for the build. Request a smaller build, or use a "
+                "larger machine.",
+                Exit.REFUSED,
             )
 
 
@@ -152,14 +154,14 @@ def _add_report(group: typer.Typer, collection: str, shows: str) -> None:
         of: Annotated[str, typer.Argument(metavar=singular(collection).upper())],
     ) -> None:
         found = session.client.get(f"/v1/{collection}/{session.id_of(collection, of)}/report")
-        if not session.output.as_json:  # the page at /ui draws the curve
+        if not session.output.as_json:  # leave out the curve, which the page at /ui draws
             rows = [{name: row[name] for name in row if name != "shape"} for row in found["tensors"]]
             found = {name: found[name] for name in found if name != "curve"} | {"tensors": rows}
         session.output.show(found)
 
 
 def _show_made(session: Session, job: Mapping[str, Any], view: View) -> None:
-    """Show a finished job. As JSON, show its record, else its result and the next command."""
+    """Show a finished job: its record as JSON, or else its result and the command that comes next."""
     if session.output.as_json:
         session.output.show(job)
         return

@@ -120,7 +120,7 @@ def test_a_record_is_known_by_its_id_its_name_or_its_beginning() -> None:
     assert resolve(client, "packages", "sha256:a") == "sha256:" + "ab" * 32
     for text in ("", "sha256:"):
         with pytest.raises(
-            CommandError, match=r"names no model\. Give its name, its id or the beginning of it"
+            CommandError, match=r"names no model\. Give its name, its id, or the first characters of the id"
         ):
             resolve(client, "models", text)
     with pytest.raises(CommandError, match=r"There is no corpus 'x'\. See `permille corpora list`") as absent:
