@@ -72,7 +72,8 @@ def test_a_release_is_confirmed_with_the_number_of_devices_and_published_once(ap
     typed = {"name": "tiny", "package_digest": other, "alias": "stable", "form": "a"}
     asked = send(client, "/ui/new/release", **typed)
     assert asked.status_code == 200
-    assert "tiny 2 gets a package that no release has yet, and stable points at it. 3 devices" in shown(asked)
+    assert "Version 2 of tiny will have a package that is in no release yet. The alias stable" in shown(asked)
+    assert "3 devices that follow the alias" in shown(asked)
     assert len(api.get("/v1/releases?name=tiny").json()["items"]) == 1, "nothing before it is confirmed"
     assert 'value="stable"' in send(client, "/ui/new/release", "edit", **typed).text
     for _ in range(2):  # a second click has no effect
@@ -93,7 +94,7 @@ def test_a_confirmation_holds_only_for_what_the_page_showed(api: Api) -> None:
     api.post("/v1/releases", {"name": "tiny", "package_digest": first})  # by another operator in the meantime
     late = send(client, "/ui/new/release", "confirmed", shown=facts(asked), **typed)
     assert "This has changed since you were asked. Nothing was done." in shown(late)
-    assert "tiny 3 gets a package" in shown(late)
+    assert "Version 3 of tiny will have a package" in shown(late)
     assert len(api.get("/v1/releases?name=tiny").json()["items"]) == 2
     made = send(client, "/ui/new/release", "confirmed", shown=facts(late), **typed)
     assert made.headers["location"] == "/ui/releases/tiny?version=3"
@@ -143,12 +144,12 @@ def test_a_rollout_is_started_paused_resumed_and_stopped(api: Api) -> None:
     )
     typed = {"release": "tiny", "version": "2", "rules_waves": "50%, 100%"}
     asked = send(client, "/ui/new/rollout", **typed)
-    assert "4 devices may get tiny 2. The first wave opens at once, to 50% of them" in shown(asked)
+    assert "4 devices may get tiny 2. The first wave (50% of them) opens at once" in shown(asked)
     made = confirm(client, "/ui/new/rollout", **typed).headers["location"]
     rollout = made.replace("/ui", "/v1")
     assert api.get(rollout).json()["rules"]["waves"] == ["50%", "100%"]
     for move, words, state in (
-        ("pause", "Of 4 devices, no other begins with tiny 2", "paused"),
+        ("pause", "None of 4 devices newly starts the update to tiny 2", "paused"),
         ("resume", "Wave 1 of 2 is open to 50% of 4 devices", "running"),
         ("stop", "0 devices of 4 devices began with tiny 2 and keep it", "stopped"),
     ):
@@ -162,7 +163,7 @@ def test_a_rollout_is_started_paused_resumed_and_stopped(api: Api) -> None:
     assert again.status_code == 409
     assert "The current state does not allow this" in again.text
     assert client.get(f"{made}/explode").status_code == 404
-    assert "4 devices take the package of version 1 again" in shown(client.get(f"{made}/revert"))
+    assert "a new version, which 4 devices will install" in shown(client.get(f"{made}/revert"))
 
 
 def test_a_wave_that_waits_for_an_approval_is_approved_by_its_number(api: Api) -> None:

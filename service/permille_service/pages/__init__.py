@@ -1,1 +1,4 @@
-"""The page below `/ui`, where operators work and watch. It also works without scripts."""
+"""The web interface below `/ui`, where operators start work and watch it.
+
+It also works without JavaScript.
+"""

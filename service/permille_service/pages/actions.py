@@ -1,8 +1,9 @@
-"""Actions that operators start from the page: builds, releases, rollouts and invitations.
+"""Actions that operators start from the web interface: builds, releases, rollouts and invitations.
 
-Each form is derived from the API's request model, and calls the function of the API's route. Permissions,
-rules, errors and audit entries are therefore the same. An action that affects devices must be confirmed on
-a page that names their number. If the facts on that page have changed meanwhile, the page asks again.
+Each form is made from a request model of the API, and calls the function of the API's route. Permissions,
+rules, errors and audit entries are therefore the same as in the API. Before an action that affects devices, a
+page names the number of devices and asks for a confirmation. If the facts on that page have changed when the
+operator confirms, it asks again.
 """
 
 import hashlib
@@ -46,8 +47,8 @@ class Effect:
 
     Attributes:
         words: the text that the operator reads.
-        facts: the versions and the state that the words describe. Counts of devices are left out, because
-            on a large fleet they change while the operator reads.
+        facts: the versions and the state that the text describes. They do not include counts of devices,
+            because these change in a large fleet while the operator reads.
     """
 
     words: str
@@ -55,11 +56,11 @@ class Effect:
 
     @property
     def shown(self) -> str:
-        """A digest of the facts, which the form of a confirmation sends back."""
+        """A digest of the facts. The form of the confirmation sends it back."""
         return hashlib.sha256(repr(self.facts).encode()).hexdigest()
 
     def is_confirmed(self, typed: Mapping[str, str]) -> bool:
-        """Return whether a form confirms these facts, and no earlier ones."""
+        """Return whether a form confirms these facts, and not facts that have changed since."""
         return typed.get("step") == _CONFIRMED and typed.get("shown") == self.shown
 
 
@@ -69,10 +70,12 @@ class Action:
 
     Attributes:
         path, operation: the path and the name of the API's route, for the audit log.
-        first: fields that are always shown. The others are folded.
+        request: the model of the API's request.
+        first: the fields that are always visible. The others are in a section that can be opened.
         call: the function of the API's route.
-        after: returns the answer after the object is made.
-        effect: describes the effect on devices. None if there is none, and then no confirmation is needed.
+        after: a function that returns the response when the object has been created.
+        effect: a function that describes the effect on devices. It returns None if there is no effect. No
+            confirmation is needed then.
     """
 
     title: str
@@ -93,10 +96,12 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """An action on a rollout: the function of the API's route, and the effect on devices.
+    """An action on an existing rollout, for example to pause it.
 
     Attributes:
-        request: the body that the route takes, if it takes one.
+        call: the function of the API's route.
+        words: the text that describes the effect on devices, with places for numbers and versions.
+        request: the model of the route's body, or None if the route takes no body.
     """
 
     button: str
@@ -107,19 +112,22 @@ class Move:
 
 @router.get("/new/{name}")
 def show_form(name: str, request: Request, page: MakerPage) -> Response:
-    """Show the form, filled with the values in the query of the address."""
+    """Show the form of an action. The query of the URL can fill its fields."""
     return _form(page, ACTIONS[_known(name, ACTIONS)], dict(request.query_params), None)
 
 
 @router.post("/new/{name}")
 def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
-    """Run the action after its effect is confirmed. If it is refused, show the form as it was typed."""
+    """Run the action, after a confirmation if it affects devices. If it fails, show the form with the typed
+    values.
+    """
     action = ACTIONS[_known(name, ACTIONS)]
     if typed.get("step") == "edit":
         return _form(page, action, typed, None)
     try:
         body = forms.parse(action.form, action.request, typed)
-        # A form that is sent twice creates one object. A form with changed values creates another.
+        # If the same form is sent twice, this key lets the API create only one object. A form with changed
+        # values creates another object.
         key = hashlib.sha256(f"{typed.get('form', '')}\0{body.model_dump_json()}".encode()).hexdigest()
         with page.service.database.read() as session:
             effect = action.effect(session, page.tenant_id, body)
@@ -143,13 +151,13 @@ def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
 
 @router.get("/rollouts/{rollout_id}/{move}")
 def show_move(rollout_id: RolloutId, move: str, page: MakerPage) -> Response:
-    """Show the effect of a move on devices, and ask for a confirmation."""
+    """Show the effect of an action on a rollout, and ask for a confirmation."""
     return _ask_move(page, rollout_id, move)
 
 
 @router.post("/rollouts/{rollout_id}/{move}")
 def move_rollout(rollout_id: RolloutId, move: str, page: MakerPage, typed: TypedForm) -> Response:
-    """Move a rollout."""
+    """Run an action on a rollout after its confirmation."""
     operator = page.acting(f"{move}_rollout", f"/v1/rollouts/{rollout_id}/{move}")
     known = _MOVES[_known(move, _MOVES)]
     if not _effect_of(page, rollout_id, known)[1].is_confirmed(typed):
@@ -158,20 +166,20 @@ def move_rollout(rollout_id: RolloutId, move: str, page: MakerPage, typed: Typed
         asked = known.request
         body = () if asked is None else (forms.parse(form_of(asked), asked, typed),)
         known.call(rollout_id, *body, page.service, operator)
-    except Exception as exc:  # noqa: BLE001 - as above
+    except Exception as exc:  # noqa: BLE001 - any error is shown on the page of the confirmation
         return _ask_move(page, rollout_id, move, exc=exc)
     return page.go_to(f"rollouts/{rollout_id}")
 
 
 def _known(name: str, of: Mapping[str, object]) -> str:
-    """Return the name if it is one of these. Raises ApiError (`not-found`)."""
+    """Return the name if it is a key of `of`. Otherwise raise ApiError (`not-found`)."""
     if name not in of:
         raise ApiError(ProblemType.NOT_FOUND, f"there is no page {name[:80]!r}")
     return name
 
 
 def _effect_of(page: Page, rollout_id: str, move: Move) -> tuple[Rollout, Effect]:
-    """Return a rollout, and the effect of a move on devices."""
+    """Return a rollout, and the effect that an action on it has on devices."""
     with page.service.database.read() as session:
         row = rows.get(session, tables.Rollout, tenant_id=page.tenant_id, row_id=rollout_id)
         # A revert moves the alias, and devices outside the group follow the alias, too.
@@ -246,11 +254,11 @@ def _release_effect(session: Session, tenant_id: str, body: ReleaseCreate) -> Ef
         return None
     version = releases.latest_version(session, tenant_id=tenant_id, name=body.name) + 1
     earlier = names_of(session, tenant_id, [body.package_digest]).get(body.package_digest)
-    same = "a package that no release has yet" if earlier is None else f"the package of {earlier}"
+    same = "a package that is in no release yet" if earlier is None else f"the package of {earlier}"
     count = _count(_followers(session, tenant_id, body.name, body.alias))
     return Effect(
-        words=f"{body.name} {version} gets {same}, and {body.alias} points at it. {count} that follow "
-        f"{body.alias} of it will install it when they next ask.",
+        words=f"Version {version} of {body.name} will have {same}. The alias {body.alias} will point at this "
+        f"version. {count} that follow the alias will install the version when they next ask.",
         facts=(version, earlier, body.package_digest, body.alias),
     )
 
@@ -260,12 +268,12 @@ def _rollout_effect(session: Session, tenant_id: str, body: RolloutCreate) -> Ef
         return None
     found = _followers(session, tenant_id, body.release, body.alias, body.group_id)
     version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
-    # Refuse an unknown package or version before the operator is asked to confirm.
+    # Refuse an unknown version before the operator is asked to confirm.
     releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
     before = session.get(tables.Alias, (tenant_id, body.release, body.alias))
     return Effect(
-        words=f"{_count(found)} may get {body.release} {version}. The first wave opens at once, to "
-        f"{body.rules.waves[0]} of them; the others follow wave by wave while all goes well.",
+        words=f"{_count(found)} may get {body.release} {version}. The first wave ({body.rules.waves[0]} of "
+        "them) opens at once. The other waves follow as long as the rollout does not halt.",
         facts=(version, None if before is None else before.version, body.model_dump_json()),
     )
 
@@ -335,30 +343,32 @@ _MOVES: Final[dict[str, Move]] = {
     "resume": Move(
         button="Resume the rollout",
         call=rollout_routes.resume_rollout,
-        words="{wave} is open to {size} of {all}, which then get {version}. Failures so far are "
-        "acknowledged and counted no more.",
+        words="{wave} is open to {size} of {all}, which will get {version}. Failures until now no longer "
+        "count.",
     ),
     "approve": Move(
         button="Approve the next wave",
         call=rollout_routes.approve_rollout,
-        words="{wave} is open. Wave {following} may open to {following_size} of {all}, which then get "
-        "{version}, as soon as its other conditions hold.",
+        words="{wave} is open. Wave {following} will open to {following_size} of {all} as soon as its other "
+        "conditions hold. These devices will then get {version}.",
         request=RolloutApproval,
     ),
     "pause": Move(
         button="Pause the rollout",
         call=rollout_routes.pause_rollout,
-        words="Of {all}, no other begins with {version} until you resume. {begun} began and go on.",
+        words="No further device of {all} starts the update to {version} until you resume the rollout. "
+        "{begun} have started and go on.",
     ),
     "stop": Move(
         button="Stop the rollout",
         call=rollout_routes.stop_rollout,
-        words="{begun} of {all} began with {version} and keep it. No other device gets it, for good.",
+        words="{begun} of {all} have started the update to {version} and keep that version. No other device "
+        "will get it. A stopped rollout cannot be resumed.",
     ),
     "revert": Move(
         button=_REVERT,
         call=rollout_routes.revert_rollout,
-        words="{all} take the package of version {before} again, published as a new version. {begun} of them "
-        "began with {version}.",
+        words="The package of version {before} will be published as a new version, which {all} will install. "
+        "{begun} of them have started the update to {version}.",
     ),
 }

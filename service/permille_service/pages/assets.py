@@ -1,6 +1,7 @@
-"""The page's two files: one has all styles, one all scripts, vendored and ours.
+"""The two files that all pages load: one has all styles, and the other all scripts.
 
-Their names hold a digest of their bytes, so that browsers keep them for ever.
+Both include files of other projects (vendored). The name of each file contains a digest of its bytes, so that
+browsers can keep the file for ever.
 """
 
 import gzip
@@ -16,7 +17,7 @@ SCRIPTS: Final = ("vendor/htmx.min.js", "vendor/uPlot.iife.min.js", "page.js")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asset:
-    """A file, uncompressed and compressed."""
+    """A file in two forms: `body` is uncompressed, and `packed` is compressed."""
 
     name: str
     media_type: str
@@ -25,7 +26,7 @@ class Asset:
 
 
 def load() -> tuple[Asset, Asset]:
-    """Read and compress styles and scripts, once at the start of the service."""
+    """Read and compress the styles and the scripts. The service calls this once, at its start."""
     return _bundle(STYLES, "css", "text/css"), _bundle(SCRIPTS, "js", "text/javascript")
 
 

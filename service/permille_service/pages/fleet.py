@@ -25,9 +25,10 @@ BAND_WIDTH = 140
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandLine:
-    """Position of a band on a line of `BAND_WIDTH` that all bands of a table share.
+    """Positions for drawing a band, that is, the confidence interval of the improvement.
 
-    `zero` means no improvement.
+    All bands of a table have the same scale, and the drawing is `BAND_WIDTH` wide. `zero` is the position at
+    which there is no improvement.
     """
 
     low: float
@@ -82,7 +83,7 @@ def show_release(
                 counted=versions,
             )
         except NotFoundError:
-            # The first version has no earlier one. But a version that the address names must exist.
+            # The first version has no earlier one to compare with. But versions in the URL must exist.
             if against is not None or version not in (None, *(one.version for one in versions)):
                 raise
             comparison = None
@@ -124,7 +125,7 @@ def show_federation(federation_id: FederationId, page: ViewerPage) -> Response:
 
 
 def band_lines(versions: list[VersionResults]) -> dict[tuple[str, int], BandLine]:
-    """Place the bands of a table's versions on one scale that includes 0."""
+    """Return the positions of the bands of a table's versions. Their common scale includes 0."""
     bands = {(one.name, one.version): one.improvement for one in versions if one.improvement is not None}
     ends = [0.0, *(end for band in bands.values() for end in _ends(band))]
     low, high = min(ends), max(ends)

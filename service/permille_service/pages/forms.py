@@ -1,7 +1,7 @@
-"""Forms of the page: the options of a request as fields, with the typed values and their errors.
+"""Forms of the web interface: the options of a request as fields, with the typed values and their errors.
 
-An empty field is left out of the request, so the service's default applies. Only the request model checks
-the values. Its errors are shown beside the fields.
+An empty field is left out of the request, so that the service's default applies. Only the request model
+checks the values, and the page shows its errors beside the fields.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,10 @@ class Field:
     """An option of a form.
 
     Attributes:
-        choices: values to choose from. Empty if the option is a text field.
-        known: names that the browser suggests.
+        text: the value that the operator typed.
+        choices: the values to choose from. Empty if the field is a text field.
+        known: the names that the browser suggests in a text field.
+        error: what is wrong with the typed value, or None.
     """
 
     option: RequestOption
@@ -36,7 +38,7 @@ class Field:
 
     @property
     def label(self) -> str:
-        """The name of the option on the command line."""
+        """The label of the field: the option of the command line, without its hyphens."""
         return self.option.flag.removeprefix("--").replace("-", " ").capitalize()
 
     @property
@@ -62,7 +64,7 @@ def parse(form: Form, request: Any, typed: Typed) -> Any:
 def fields_of(
     session: Session, tenant_id: str, form: Form, typed: Typed, problem: Problem | None
 ) -> tuple[list[Field], list[str]]:
-    """Return the fields of a form, and those errors that belong to none of them."""
+    """Return the fields of a form, and the errors that belong to no field."""
     errors, others = _sort_errors(form, problem)
     releases, aliases = known_names(session, tenant_id)
     known = {"release": releases, "name": releases, "alias": aliases}
@@ -83,13 +85,16 @@ def _choices(session: Session, tenant_id: str, option: RequestOption, text: str)
     found = [(value, value) for value in option.choices]
     if option.names is not None:
         found = choices_of(session, tenant_id, option.names)
-    if found and text and text not in dict(found):  # an older object, which the list does not show
+    if found and text and text not in dict(found):  # the list only has the newest objects
         found.append((text, text))
     return found
 
 
 def _value(option: RequestOption, text: str) -> object:
-    """Convert a typed text to the type of its option. Malformed text is kept, and the model refuses it."""
+    """Convert a typed text to the type of its option.
+
+    Keep malformed text, because the model refuses it later.
+    """
     if not text:
         return None
     if option.many:
@@ -110,7 +115,7 @@ def _sort_errors(form: Form, problem: Problem | None) -> tuple[dict[str, str], l
         return {}, []
     errors, others = dict[str, str](), list[str]()
     for error in problem.errors or ():
-        parts = error.location.split(".")  # also has the names of a union's members, and positions in lists
+        parts = error.location.split(".")  # between the fields are names of union members and list positions
         fitting = [one for one in form.options if _leads(one.place, parts)]
         if fitting:
             errors.setdefault(max(fitting, key=lambda one: len(one.place)).parameter, error.message)
@@ -120,6 +125,6 @@ def _sort_errors(form: Form, problem: Problem | None) -> tuple[dict[str, str], l
 
 
 def _leads(place: Sequence[str], parts: Sequence[str]) -> bool:
-    """Return whether the names of a location occur among these parts, in this order."""
+    """Return whether all names of `place` occur in `parts`, in this order."""
     rest = iter(parts)
     return all(name in rest for name in place)

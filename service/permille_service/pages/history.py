@@ -1,6 +1,6 @@
-"""Pages of the history: jobs with filters, two jobs or packages side by side, and the audit log.
+"""Pages of the history: jobs and runs with filters, comparisons of two objects, and the audit log.
 
-Filters are in the address, so a filtered list can be bookmarked and shared.
+Filters are part of the URL, so a filtered list can be bookmarked and shared.
 """
 
 import re
@@ -41,7 +41,7 @@ from permille_service.runs.routes import present
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
 Nothing = Literal[""]
-"""The value of an empty field of a filter."""
+"""The value that a browser sends for an empty field of a filter."""
 _JOB: Final = rf"^job_{ULID_PATTERN}$"
 JobToCompare = Annotated[str, Query(pattern=_JOB)]
 _RUN: Final = r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"
@@ -54,7 +54,12 @@ _ID: Final = re.compile(rf"[a-z]+_{ULID_PATTERN}|sha256:[0-9a-f]{{64}}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobLine:
-    """A job of the list, with the name of its model, and the releases of its result."""
+    """A line in the list of jobs.
+
+    Attributes:
+        of: the name of the job's model.
+        released: the releases that contain the job's result.
+    """
 
     job: Job
     of: str | None
@@ -62,7 +67,7 @@ class JobLine:
 
 
 class Cost(BaseModel):
-    """Cost of a quantization, as its job reports it."""
+    """The part of a quantization's report that says what the quantization costs."""
 
     relative_error: float
     perplexity: work.Perplexity | None = None
@@ -109,7 +114,10 @@ def show_jobs(
     wanted: Annotated[queue.JobFilter, Depends(_job_filter)],
     against: Annotated[str | None, Query(pattern=_JOB)] = None,
 ) -> Response:
-    """Show jobs, newest first. With `against`, each job has a link that compares it with that job."""
+    """Show jobs, newest first.
+
+    With `against`, each job has a link that compares it with the job `against`.
+    """
     with page.service.database.read() as session:
         found = queue.list_jobs(session, tenant_id=page.tenant_id, wanted=wanted, window=window)
         lines = _job_lines(session, page.tenant_id, found.items)
@@ -139,7 +147,7 @@ def show_runs(
     wanted: Annotated[runs.RunFilter, Depends(_run_filter)],
     against: Annotated[str | None, Query(pattern=_RUN)] = None,
 ) -> Response:
-    """Show the runs of devices. The run that ended last comes first."""
+    """Show the runs of devices. Runs that ended last come first."""
     with page.service.database.read() as session:
         found = page_of(
             runs.list_runs(session, tenant_id=page.tenant_id, wanted=wanted, window=window), present
@@ -279,7 +287,7 @@ def _facts_of_package(session: Session, blobs: BlobFolder, tenant_id: str, diges
 
 
 def _on_devices(session: Session, package: tables.Artifact) -> Iterator[tuple[str, str]]:
-    """Iterate over the counts of devices' reports on a package's newest release."""
+    """Iterate over the results of a package on devices, from the reports on its newest release."""
     query = select(tables.Release).where(tables.Release.package_id == package.id)
     newest = session.scalars(query.order_by(tables.Release.id.desc()).limit(1)).all()
     for found in results(session, newest):
@@ -293,7 +301,7 @@ def _on_devices(session: Session, package: tables.Artifact) -> Iterator[tuple[st
 
 
 def _request(session: Session, tenant_id: str, request: Mapping[str, object]) -> Facts:
-    """Return a request as lines, with names for ids."""
+    """Return a request as lines of names and values. Where an object has a name, it replaces the id."""
     lines = list(lines_of(request))
     names = names_of(session, tenant_id, (value for _, value in lines))
     return {
@@ -303,7 +311,7 @@ def _request(session: Session, tenant_id: str, request: Mapping[str, object]) ->
 
 
 def _evidence(blobs: BlobFolder, made: tables.Artifact) -> Facts:
-    """Return the figures of a job's result, including those of its report."""
+    """Return figures about the result of a job. Some of them come from the job's report."""
     facts = {f"{made.kind} size": size(made.size_bytes)}
     if made.k is not None:
         facts[f"{made.kind} trained numbers"] = number(made.k)

@@ -1,4 +1,4 @@
-"""The report of a mask as its page shows it: the curve, and the mask's parts by kind, layer and tensor."""
+"""The report of a mask as its page shows it: the coverage curve, and tables by kind, layer and tensor."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,12 @@ LEFT, TOP, RIGHT, BOTTOM = 44, 10, 26, 30
 
 
 class CurvePoint(BaseModel):
-    """The share of the score that the best fraction of the weights holds."""
+    """A point of the coverage curve: the weights with the highest scores, and their share of the total score.
+
+    Attributes:
+        fraction: how many weights there are, as a fraction of all weights.
+        coverage: the sum of their scores, as a fraction of the sum of all scores.
+    """
 
     fraction: float
     coverage: float
@@ -34,7 +39,7 @@ class TensorRow(BaseModel):
 
 
 class MaskEvidence(BaseModel):
-    """The report of a mask, as its job has written it."""
+    """The report that the job of a mask has written."""
 
     k: int
     numel: int
@@ -45,11 +50,12 @@ class MaskEvidence(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """A curve as lines of an SVG: share of the score by fraction of the weights, on a logarithmic axis.
+    """The coverage curve as an SVG polyline. The x axis has the fraction of the weights, and is logarithmic.
 
     Attributes:
-        marks: positions of powers of ten, with their labels.
-        density_x: position of the mask's density.
+        points: the points of the polyline.
+        marks: the positions of the powers of ten on the x axis, with their labels.
+        density_x: the position of the mask's density on the x axis.
     """
 
     points: str
@@ -59,11 +65,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskPart:
-    """A mask's part in a tensor, or in all tensors of a layer or of a kind.
+    """The part of a mask in a tensor, or in all tensors of a layer or of a kind.
 
     Attributes:
-        density: share of its weights that the mask has.
-        coverage: share of its score that the mask holds.
+        count: the number of selected weights.
+        density: the selected weights, as a fraction of all weights of these tensors.
+        coverage: the scores of the selected weights, as a fraction of all scores of these tensors.
     """
 
     name: str
@@ -73,7 +80,7 @@ class MaskPart:
 
 
 class MaskOrder(StrEnum):
-    """Order of the parts of a mask: the order of the model, or the largest share first."""
+    """Order of the parts of a mask: as in the model, or with the largest density or coverage first."""
 
     LAYER = "layer"
     DENSITY = "density"
@@ -81,7 +88,7 @@ class MaskOrder(StrEnum):
 
 
 def curve_of(report: MaskEvidence) -> Curve | None:
-    """Return the coverage curve of a report as lines of an SVG, or None if there is nothing to draw."""
+    """Return the coverage curve of a report, or None if the report has no points to draw."""
     points = [point for point in report.curve if point.fraction > 0]
     if not points or not report.numel:
         return None
@@ -101,7 +108,11 @@ def curve_of(report: MaskEvidence) -> Curve | None:
 
 
 def curve_at_density(report: MaskEvidence) -> float | None:
-    """Return the share of the score of as many weights, if they were the best of all tensors together."""
+    """Return the coverage that the same number of weights has if the best weights of the whole model are
+    selected.
+
+    Return None if the report has no curve.
+    """
     if not report.curve or not report.numel:
         return None
     fractions = [point.fraction for point in report.curve]
@@ -109,7 +120,7 @@ def curve_at_density(report: MaskEvidence) -> float | None:
 
 
 def parts_of(report: MaskEvidence, order: MaskOrder) -> list[tuple[str, list[MaskPart]]]:
-    """Return the parts of a mask by kind of linear, by decoder layer and by tensor."""
+    """Return the parts of a mask in three tables: by kind of linear layer, by decoder layer, and by tensor."""
     ways: tuple[tuple[str, Callable[[TensorRow], str]], ...] = (
         ("Kind", _kind_of),
         ("Layer", lambda row: _layer_words(row.name)),
@@ -136,7 +147,7 @@ def _part(name: str, tensors: list[TensorRow]) -> MaskPart:
 
 
 def _kind_of(row: TensorRow) -> str:
-    """Return the name of a linear within its layer, for example `self_attn.q_proj`."""
+    """Return the name of a tensor's linear within its decoder layer, for example `self_attn.q_proj`."""
     _, found, rest = row.name.partition("layers.")
     return (rest.partition(".")[2] if found else row.name).removesuffix(".weight")
 

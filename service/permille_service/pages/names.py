@@ -1,4 +1,4 @@
-"""Names for the ids on pages and forms: models, corpora, groups, devices, tokens, packages."""
+"""Names that pages and forms show instead of ids (of models, corpora, groups, devices, tokens, packages)."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ from permille.store.ids import Prefix
 from permille.store.rows import Window
 
 Choice = tuple[str, str]
-"""A value of a list of choices, and its label."""
+"""A value that an operator can choose, and the label to show for it."""
 _NAMED: Final[Mapping[str, Any]] = {
     Prefix.MODEL: tables.Model,
     Prefix.CORPUS: tables.Corpus,
@@ -34,7 +34,10 @@ _NEWEST: Final = Window(limit=rows.MAX_LIMIT)
 
 
 def names_of(session: Session, tenant_id: str, texts: Iterable[object]) -> dict[str, str]:
-    """Return names for the ids of named rows and the digests of released packages among the texts."""
+    """Return the names of the objects that the texts refer to, by their ids or digests.
+
+    Texts that are neither the id of a named row nor the digest of a released package are left out.
+    """
     wanted, found = {text for text in texts if isinstance(text, str)}, dict[str, str]()
     for prefix, table in _NAMED.items():
         ids = {text for text in wanted if text.startswith(f"{prefix}_")}
@@ -50,7 +53,7 @@ def names_of(session: Session, tenant_id: str, texts: Iterable[object]) -> dict[
 
 
 def lines_of(payload: object, place: str = "") -> Iterator[tuple[str, object]]:
-    """Iterate over a request as lines of a name and a value."""
+    """Iterate over the values of a request, with the dotted name of each. Leave out empty values."""
     if isinstance(payload, dict):
         for name, value in payload.items():
             yield from lines_of(value, f"{place}.{name}" if place else name)
@@ -59,13 +62,19 @@ def lines_of(payload: object, place: str = "") -> Iterator[tuple[str, object]]:
 
 
 def page_at(path: str | None) -> str | None:
-    """Return the page that shows the object at a path of the API, or None if there is none."""
+    """Return the path of the page that shows an object, given the object's path in the API.
+
+    Return None if no page shows it.
+    """
     found = _SHOWN.match(path or "")
     return None if found is None else f"/ui/{found[1].replace('builds', 'jobs')}/{found[2]}"
 
 
 def choices_of(session: Session, tenant_id: str, collection: str) -> list[Choice]:
-    """Return the newest records of a collection as choices. Return none if forms take its ids as text."""
+    """Return the newest records of a collection as choices.
+
+    Return no choices for collections whose ids the operator types as text.
+    """
     if collection in _LISTED:
         named = rows.list_all(session, _LISTED[collection], tenant_id=tenant_id, window=_NEWEST).items
         return [(row.id, row.name) for row in named]
@@ -78,20 +87,20 @@ def choices_of(session: Session, tenant_id: str, collection: str) -> list[Choice
 
 
 def _words(row: tables.Artifact, names: dict[str, str]) -> str:
-    """Describe packages and masks by their releases, their model and the time they were made."""
+    """Describe a package or mask by its releases, its model, and the time when it was made."""
     told = (names.get(row.digest), names.get(row.model_id), f"{row.created_at:%d %b %H:%M}")
     return ", ".join(filter(None, told))
 
 
 def known_names(session: Session, tenant_id: str) -> tuple[list[str], list[str]]:
-    """Return the names of a tenant's releases and of their aliases."""
+    """Return the names of a tenant's releases, and the names of all aliases."""
     releases = select(tables.Release.name).where(tables.Release.tenant_id == tenant_id)
     aliases = select(tables.Alias.alias).where(tables.Alias.tenant_id == tenant_id)
     return sorted(session.scalars(releases.distinct())), sorted(session.scalars(aliases.distinct()))
 
 
 def _versions(session: Session, tenant_id: str, digests: Iterable[str]) -> dict[str, list[str]]:
-    """Return the releases of packages, newest first."""
+    """Return the released versions of packages, by the package's digest. The newest version comes first."""
     release, found = tables.Release, dict[str, list[str]]()
     query = select(release).where(release.tenant_id == tenant_id, release.package_digest.in_(digests))
     for row in session.scalars(query.order_by(release.id.desc()).limit(1000)):

@@ -1,6 +1,7 @@
-"""Rendering of pages from templates, with escaped values and error pages.
+"""Rendering of pages from templates. All values are escaped, and errors are shown as pages.
 
-A request of htmx gets only the part of the page that changes. Its errors appear in the page's notice.
+A request that htmx sends gets only the part of the page that changes. If the request fails, the error appears
+in the notice at the top of the page.
 """
 
 import logging
@@ -29,19 +30,19 @@ POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
 )
-# If no referrer is allowed at all, browsers also hide the origin of a form.
+# The policy is not `no-referrer`, because browsers would then hide the origin of forms from `check_origin`.
 HEADERS: Final = {
     "Content-Security-Policy": POLICY,
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_PARTS: Final = frozenset({"job", "jobs", "rollout"})  # their templates have a part that htmx requests again
+_PARTS: Final = frozenset({"job", "jobs", "rollout"})  # pages with a part that htmx requests again and again
 _SPANS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def make_environment(styles: assets.Asset, scripts: assets.Asset) -> Environment:
-    """Return the environment of all templates, with their functions and filters."""
+    """Return the Jinja environment for all templates, with the functions and filters that they use."""
     made = Environment(
         loader=FileSystemLoader(assets.FOLDER / "templates"),
         autoescape=True,
@@ -65,7 +66,7 @@ def make_environment(styles: assets.Asset, scripts: assets.Asset) -> Environment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A page that an operator requests."""
+    """A page that a signed-in operator requests."""
 
     request: Request
     service: Service
@@ -73,12 +74,12 @@ class Page:
 
     @property
     def tenant_id(self) -> str:
-        """The tenant whose rows it may show."""
+        """The tenant whose objects the page may show."""
         return self.operator.tenant_id
 
     @property
     def is_part(self) -> bool:
-        """Return whether only the part that changes is wanted."""
+        """Return whether htmx requests only the part of the page that changes."""
         return self.request.headers.get("hx-request") == "true"
 
     def may(self, role: Role) -> bool:
@@ -90,16 +91,16 @@ class Page:
         return replace(self.operator, action=action, path=path)
 
     def problem_of(self, exc: Exception) -> Problem:
-        """Return the problem that the API answers for an error. Call this in an endpoint's thread."""
+        """Return the problem with which the API answers an error. Call this in an endpoint's thread."""
         return _read_problem(from_thread.run(problems.answer, self.request, exc))
 
     def render(self, template: str, *, status: int = 200, **values: object) -> Response:
-        """Render a template, or for htmx its part `_template` if there is one."""
+        """Render a template. If htmx asks and the template has a part `_template`, render only this part."""
         part = f"_{template}" if self.is_part and template in _PARTS else template
         return render(self.request, part, {"page": self, **values}, status=status)
 
     def go_to(self, path: str) -> Response:
-        """Send the browser on to another page, whose path is below that of all pages."""
+        """Redirect the browser to another page. The path is relative to `/ui`."""
         return RedirectResponse(f"{sign_in.PATH}/{path}", status_code=303, headers=HEADERS)
 
 
@@ -114,12 +115,17 @@ def render(
 
 @dataclass(frozen=True)
 class SignedIn(Authentication):
-    """A dependency: the page of an operator of at least this role, found by the cookie."""
+    """A dependency that returns a page for the operator of the cookie, who must have at least this role."""
 
     role: Role
 
     def __call__(self, request: Request, service: Served) -> Page:
-        """Find the operator. Raises SignInNeededError, ApiError (`forbidden`)."""
+        """Find the operator.
+
+        Raises:
+            SignInNeededError: the request has no valid cookie.
+            ApiError: `forbidden`: the role does not suffice.
+        """
         operator = require_role(sign_in.operator_of(request, service), self.role)
         return Page(request=request, service=service, operator=operator)
 
@@ -131,13 +137,13 @@ AdminPage = Annotated[Page, Depends(SignedIn(Role.ADMIN))]
 
 
 class PageRoute(APIRoute):
-    """A route that shows errors as pages, and redirects unknown callers to the sign-in.
+    """A route that shows errors as pages, and redirects callers who are not signed in to the sign-in page.
 
-    Requests that change something must come from the page itself. This is checked first, for all routes.
+    Requests that change something must come from a page of this service. Each route checks this first.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """As the base class."""
+        """Return the handler of the base class, wrapped with these checks."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -178,7 +184,7 @@ def _read_problem(answer: Response) -> Problem:
 
 
 def link(request: Request, **changes: object) -> str:
-    """Return the address of the same page with changed query parameters. None removes a parameter."""
+    """Return the URL of the same page with changed query parameters. The value None removes a parameter."""
     kept = {**request.query_params, **changes}
     return f"?{urlencode({name: value for name, value in kept.items() if value not in (None, '')})}"
 
@@ -192,7 +198,7 @@ def ago(then: datetime | None) -> str:
 
 
 def moment(then: datetime) -> str:
-    """Format a point in time in full."""
+    """Format a point in time as date and time in UTC."""
     return f"{then:%Y-%m-%d %H:%M:%S} UTC"
 
 
@@ -223,7 +229,7 @@ def size(value: float | None) -> str:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """Format a share.
+    """Format a fraction as a percentage.
 
     Example:
         >>> percent(0.0421)
@@ -233,7 +239,7 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def points(value: float | None) -> str:
-    """Format a difference of two shares in percentage points."""
+    """Format a difference of two fractions in percentage points."""
     return "–" if value is None else f"{100 * value:+.1f}".replace("-", "−")
 
 

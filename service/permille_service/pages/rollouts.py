@@ -23,7 +23,10 @@ MOVES: dict[RolloutState, tuple[tuple[str, str, str], ...]] = {
     RolloutState.STOPPED: (_REVERT,),
     RolloutState.DONE: (_REVERT,),
 }
-"""The buttons to show in each state. The store enforces the rules."""
+"""The buttons to show in each state of a rollout.
+
+Whether an action is allowed is checked when it is called.
+"""
 STAGES = ("offered", "installed", "trained", "better", "worse", "failed", "silent")
 
 
@@ -38,7 +41,7 @@ def show_rollouts(page: ViewerPage, window: Paging) -> Response:
 
 @router.get("/rollouts/{rollout_id}")
 def show_rollout(rollout_id: RolloutId, page: ViewerPage) -> Response:
-    """Show one rollout, with its funnel by wave."""
+    """Show one rollout. For each wave, show how far its devices have come."""
     with page.service.database.read() as session:
         row = rows.get(session, tables.Rollout, tenant_id=page.tenant_id, row_id=rollout_id)
         rollout = present(session, row)

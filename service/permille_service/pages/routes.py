@@ -1,4 +1,4 @@
-"""The page's own routes: its two files, signing in and out, and one job."""
+"""General routes of the web interface: styles and scripts, sign-in and sign-out, and the page of a job."""
 
 import re
 from typing import Annotated
@@ -38,7 +38,7 @@ Next = Annotated[str, Query(alias="next", max_length=500)]
 
 
 def install(app: FastAPI) -> None:
-    """Add what the page's routes need to an app."""
+    """Load the styles, scripts and templates that the pages need, and attach them to an app."""
     styles, scripts = assets.load()
     app.state.assets = {asset.name: asset for asset in (styles, scripts)}
     app.state.templates = make_environment(styles, scripts)
@@ -46,10 +46,10 @@ def install(app: FastAPI) -> None:
 
 @router.get("/assets/{name}", dependencies=[PUBLIC])
 def get_asset(name: str, request: Request) -> Response:
-    """Return the styles or the scripts."""
+    """Return the file with the styles or the file with the scripts."""
     asset: assets.Asset | None = request.app.state.assets.get(name)
     if asset is None:
-        raise ApiError(ProblemType.NOT_FOUND, "there is no such file: load the page again")
+        raise ApiError(ProblemType.NOT_FOUND, "There is no such file. Reload the page.")
     headers = {"Cache-Control": "public, max-age=31536000, immutable", "Vary": "Accept-Encoding"}
     if not _GZIP.search(request.headers.get("accept-encoding", "")):
         return Response(asset.body, media_type=asset.media_type, headers=headers)
@@ -59,7 +59,7 @@ def get_asset(name: str, request: Request) -> Response:
 
 @router.get("")
 def show_first(page: WatcherPage) -> Response:
-    """Send the operator to the first page that its role may see."""
+    """Redirect the operator to the first page that the operator's role may see."""
     first = "jobs" if page.may(Role.VIEWER) else "fleet"
     return page.go_to(first)
 
@@ -78,7 +78,7 @@ def do_sign_in(
     to, token = sign_in.own_path(form.get("next", "")), form.get("token", "").strip()
     if not isinstance(find_principal(service, token), Operator):
         service.sign_ins.check(address_key(request.client.host if request.client else ""))
-        refusal = "This is no valid operator token: it may have expired, or been revoked."
+        refusal = "This is not a valid operator token. It may have expired or been revoked."
         return render(request, "sign_in", {"to": to, "refusal": refusal}, status=401)
     answer = RedirectResponse(to, status_code=303, headers=HEADERS)
     sign_in.keep(answer, service, token, secure=request.url.scheme == "https")
@@ -101,7 +101,7 @@ def show_job(job_id: JobId, page: ViewerPage) -> Response:
 
 @router.post("/jobs/{job_id}/cancel")
 def cancel(job_id: JobId, page: MakerPage) -> Response:
-    """Ask a job to stop."""
+    """Cancel a job."""
     operator = page.acting("cancel_job", f"/v1/jobs/{job_id}/cancel")
     job_routes.cancel_job(job_id, page.service, operator)
     return _after(page, job_id)

@@ -1,11 +1,11 @@
-"""Sign-in to the page with an operator's token, which a sealed cookie then holds.
+"""Sign-in to the web interface with an operator's token. An encrypted cookie then holds the token.
 
-Scripts cannot read the cookie (HttpOnly), other sites cannot send it (SameSite=Strict), and it is valid for
-twelve hours below `/ui`. Each request looks up the token and the session. A revoked token or an ended
-session is therefore refused at the next request.
+Scripts cannot read the cookie (HttpOnly), and other sites cannot make the browser send it (SameSite=Strict).
+It is valid for twelve hours, below `/ui` only. For each request, the token and the session are looked up in
+the database. A revoked token or an ended session is therefore refused at the next request.
 
-A request that changes something must come from the page itself. Browsers name the origin of a request.
-`PageRoute` refuses requests of another origin or without one.
+A request that changes something must come from a page of this service. Browsers tell the origin of a request,
+and `PageRoute` refuses requests that have another origin or none.
 """
 
 import base64
@@ -41,7 +41,13 @@ _OWN_PATH: Final = re.compile(r"/ui(/[A-Za-z0-9][A-Za-z0-9_:.-]*)+(\?[A-Za-z0-9_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Session:
-    """Sealed contents of the cookie: its name, the operator's token, and its expiry (Unix seconds)."""
+    """The contents of the cookie before encryption.
+
+    Attributes:
+        id: the id of the session, by which it can be ended.
+        token: the operator's token.
+        until: when the session expires, in Unix seconds.
+    """
 
     id: str
     token: str
@@ -58,7 +64,7 @@ def operator_of(request: Request, service: Service) -> Operator:
 
 
 def keep(response: Response, service: Service, token: str, *, secure: bool) -> None:
-    """Set the cookie for a token. The caller has checked the token."""
+    """Set the cookie for a token. The caller must have checked the token."""
     content = json.dumps({"id": new_code(), "token": token, "until": int(time.time()) + LIFE_S}).encode()
     sealed = base64.urlsafe_b64encode(service.seal.close(content, _CONTEXT)).decode()
     response.set_cookie(
@@ -79,7 +85,7 @@ def forget(request: Request, response: Response, service: Service) -> None:
 
 
 def check_origin(request: Request) -> None:
-    """Check that the page itself sent a request. Raises ApiError (`forbidden`)."""
+    """Check that a page of this service sent the request. Raises ApiError (`forbidden`)."""
     site = request.headers.get("sec-fetch-site")
     _, _, origin = request.headers.get("origin", "").partition("://")
     same = origin == request.headers.get("host") if site is None else site == "same-origin"
@@ -88,7 +94,7 @@ def check_origin(request: Request) -> None:
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """Return the fields of a form, with the last value of each name.
+    """Return the fields of a form. If a name occurs twice, the last value counts.
 
     Raises:
         ApiError: `bad-request`: the form has too many fields.
@@ -102,7 +108,7 @@ async def form_of(request: Request) -> dict[str, str]:
 
 
 def own_path(text: str) -> str:
-    """Return the text if it is a path of the page, or else the path of the list of jobs.
+    """Return the text if it is a path below `/ui`. Otherwise return the path of the list of jobs.
 
     Example:
         >>> own_path("/ui/releases/chat?version=2")
@@ -129,6 +135,6 @@ def _read(service: Service, cookie: str) -> _Session | None:
     try:
         content = json.loads(service.seal.open(base64.urlsafe_b64decode(cookie), _CONTEXT))
         kept = _Session(**content)
-    except (InvalidTag, binascii.Error, ValueError, TypeError):  # TypeError: of an older version
+    except (InvalidTag, binascii.Error, ValueError, TypeError):  # TypeError: an older version made the cookie
         return None
     return kept if kept.until > time.time() else None

@@ -28,7 +28,7 @@ AnyReport = TypeVar("AnyReport", bound=BaseModel)
 
 
 class ZerosRow(BaseModel):
-    """The share of zeros in a decoder layer or a linear, and the error of the outputs that they cause."""
+    """The share of zeros in a decoder layer or a linear, and the error that they cause in its outputs."""
 
     name: str
     zeros: float
@@ -39,8 +39,10 @@ class Perplexity(BaseModel):
     """Perplexity on the evaluation text.
 
     Attributes:
-        pruned: the perplexity before fine-tuning.
-        held_out: whether the evaluation text was not used to make the model.
+        before: the perplexity of the original model.
+        pruned: the perplexity after pruning and before fine-tuning.
+        after: the perplexity of the finished model.
+        held_out: whether the evaluation text is separate from the text that was used to make the model.
     """
 
     before: float | None
@@ -50,7 +52,7 @@ class Perplexity(BaseModel):
 
 
 class SparseReport(BaseModel):
-    """Cost of a sparsification, as its job reports it."""
+    """The part of a sparsification's report that says what the sparsification costs."""
 
     zeros: float
     perplexity: Perplexity | None
@@ -75,7 +77,7 @@ def show_models(page: ViewerPage, window: Paging) -> Response:
 
 @router.get("/sparsifications/{sparsification_id}")
 def show_sparsification(sparsification_id: SparsificationId, page: ViewerPage) -> Response:
-    """Show one sparse model: its zeros and their cost, in total, by decoder layer and by linear."""
+    """Show one sparse model: its zeros and their cost, in total, by decoder layer, and by linear layer."""
     with page.service.database.read() as session:
         row = artifacts.get(
             session, tenant_id=page.tenant_id, kind=JobKind.SPARSIFICATION, key=sparsification_id
@@ -101,7 +103,7 @@ def show_masks(page: ViewerPage, window: Paging) -> Response:
 
 @router.get("/masks/{mask_id}")
 def show_mask(mask_id: MaskId, page: ViewerPage, sort: MaskOrder = MaskOrder.LAYER) -> Response:
-    """Show one mask: its share of the score, in total, by kind of linear, by layer and by tensor."""
+    """Show one mask: its share of the score in total, by kind of linear, by decoder layer, and by tensor."""
     with page.service.database.read() as session:
         row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.MASK, key=mask_id)
         names = _model_names(session, page.tenant_id)
@@ -122,7 +124,7 @@ def show_mask(mask_id: MaskId, page: ViewerPage, sort: MaskOrder = MaskOrder.LAY
 def show_packages(
     page: ViewerPage, window: Paging, against: Annotated[str | None, Query(pattern=DIGEST_PATTERN)] = None
 ) -> Response:
-    """Show packages, newest first. With `against`, each has a link that compares it with that package."""
+    """Show packages, newest first. With `against`, each one has a link that compares it with that package."""
     with page.service.database.read() as session:
         found = artifacts.list_artifacts(
             session, tenant_id=page.tenant_id, kind=JobKind.PACKAGE, window=window
@@ -135,7 +137,7 @@ def show_packages(
 
 @router.get("/packages/{digest}")
 def show_package(digest: PackageDigest, page: ViewerPage) -> Response:
-    """Show one package: its layers, its origin, and the releases that name it."""
+    """Show one package: its layers (files), its origin, and the releases that contain it."""
     with page.service.database.read() as session:
         row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.PACKAGE, key=digest)
         names, released = _model_names(session, page.tenant_id), _releases_of(session, row)
@@ -148,7 +150,7 @@ def show_package(digest: PackageDigest, page: ViewerPage) -> Response:
 
 
 def report_of(blobs: BlobFolder, made: tables.Artifact, kind: type[AnyReport]) -> AnyReport | None:
-    """Return the report of an artifact, or None if it has none or its blob is missing."""
+    """Return the report of an artifact, or None if there is no report or its blob is missing."""
     blob = artifacts.blob_of(made, REPORT)
     if blob is None:
         return None
@@ -164,13 +166,16 @@ def _model_names(session: Session, tenant_id: str) -> dict[str, str]:
 
 
 def _origins(session: Session, tenant_id: str, model_ids: list[str]) -> dict[str, str]:
-    """Return the sparsifications that made these models: the name of the original model, by artifact id."""
+    """Return the sparsifications that made these models.
+
+    The result maps the id of each sparsification to the name of the original model.
+    """
     names, made = _model_names(session, tenant_id), tables.Artifact
     found = session.scalars(select(made).where(made.made_model_id.in_(model_ids)))
     return {row.id: names.get(row.model_id, row.model_id) for row in found}
 
 
 def _releases_of(session: Session, package: tables.Artifact) -> list[tables.Release]:
-    """Return the releases that name a package, newest first."""
+    """Return the releases that contain a package, newest first."""
     query = select(tables.Release).where(tables.Release.package_id == package.id)
     return list(session.scalars(query.order_by(tables.Release.id.desc()).limit(20)))
