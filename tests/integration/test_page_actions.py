@@ -72,8 +72,7 @@ def test_a_release_is_confirmed_with_the_number_of_devices_and_published_once(ap
     typed = {"name": "tiny", "package_digest": other, "alias": "stable", "form": "a"}
     asked = send(client, "/ui/new/release", **typed)
     assert asked.status_code == 200
-    assert "Version 2 of tiny will have a package that is in no release yet. The alias stable" in shown(asked)
-    assert "3 devices that follow the alias" in shown(asked)
+    assert "is in no release yet. The alias stable will point at this version. 3 devices" in shown(asked)
     assert len(api.get("/v1/releases?name=tiny").json()["items"]) == 1, "nothing before it is confirmed"
     assert 'value="stable"' in send(client, "/ui/new/release", "edit", **typed).text
     for _ in range(2):  # a second click has no effect
@@ -149,9 +148,9 @@ def test_a_rollout_is_started_paused_resumed_and_stopped(api: Api) -> None:
     rollout = made.replace("/ui", "/v1")
     assert api.get(rollout).json()["rules"]["waves"] == ["50%", "100%"]
     for move, words, state in (
-        ("pause", "None of 4 devices newly starts the update to tiny 2", "paused"),
+        ("pause", "no other device starts the update to tiny 2 (4 devices in total)", "paused"),
         ("resume", "Wave 1 of 2 is open to 50% of 4 devices", "running"),
-        ("stop", "0 devices of 4 devices began with tiny 2 and keep it", "stopped"),
+        ("stop", "0 devices of 4 devices have started the update to tiny 2", "stopped"),
     ):
         assert f"{made}/{move}" in client.get(made).text
         assert words in shown(client.get(f"{made}/{move}"))
@@ -174,7 +173,7 @@ def test_a_wave_that_waits_for_an_approval_is_approved_by_its_number(api: Api) -
     made = confirm(client, "/ui/new/rollout", **typed).headers["location"]
     assert "Approve wave 2" in client.get(made).text
     asked = client.get(f"{made}/approve")
-    assert "Wave 2 may open to 100% of 4 devices" in shown(asked)
+    assert "Wave 2 will open to 100% of 4 devices" in shown(asked)
     assert '<input type="hidden" name="wave" value="2">' in asked.text
     assert confirm(client, f"{made}/approve").status_code == 422, "which wave is part of the request"
     assert confirm(client, f"{made}/approve", wave="2").headers["location"] == made

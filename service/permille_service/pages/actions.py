@@ -356,8 +356,8 @@ _MOVES: Final[dict[str, Move]] = {
     "pause": Move(
         button="Pause the rollout",
         call=rollout_routes.pause_rollout,
-        words="No further device of {all} starts the update to {version} until you resume the rollout. "
-        "{begun} have started and go on.",
+        words="Until you resume the rollout, no other device starts the update to {version} ({all} in "
+        "total). {begun} have started and go on.",
     ),
     "stop": Move(
         button="Stop the rollout",

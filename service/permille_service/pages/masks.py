@@ -120,7 +120,7 @@ def curve_at_density(report: MaskEvidence) -> float | None:
 
 
 def parts_of(report: MaskEvidence, order: MaskOrder) -> list[tuple[str, list[MaskPart]]]:
-    """Return the parts of a mask in three tables: by kind of linear layer, by decoder layer, and by tensor."""
+    """Return the parts of a mask in three tables: by kind of linear, by decoder layer, and by tensor."""
     ways: tuple[tuple[str, Callable[[TensorRow], str]], ...] = (
         ("Kind", _kind_of),
         ("Layer", lambda row: _layer_words(row.name)),
