@@ -1,4 +1,4 @@
-"""`python -m permille_keeper` is `permille-keeper`."""
+"""`python -m permille_keeper`: the same as the command `permille-keeper`."""
 
 from permille_keeper.main import main
 

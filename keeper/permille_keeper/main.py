@@ -1,4 +1,4 @@
-"""The command line `permille-keeper`: make a key, serve, say what was summed."""
+"""Run a keeper, which removes the masks from sums of devices (make a key, serve, list what was summed)."""
 
 import argparse
 import base64
@@ -29,12 +29,13 @@ def init(home: Path) -> str:
     """
     if (home / _KEY).exists():
         raise OperatorError(
-            f"{home / _KEY} exists already. Another key would open no earlier seals; choose another --home."
+            f"{home / _KEY} exists already. A new key could not open the seals that devices made for it. "
+            "Choose another --home."
         )
     home.mkdir(parents=True, exist_ok=True)
     Memory(home / _MEMORY)
     key, token = X25519PrivateKey.generate(), secrets.token_urlsafe(32)
-    # The key is written last, because its file marks a complete folder.
+    # Write the key last, because the existence of its file means that the folder is complete.
     for name, data in ((_TOKEN, token.encode()), (_KEY, key.private_bytes_raw())):
         descriptor = os.open(home / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
@@ -44,17 +45,18 @@ def init(home: Path) -> str:
 
 
 def public_text(key: X25519PrivateKey) -> str:
-    """Return a keeper's public key in the form of definitions."""
+    """Return a keeper's public key in the form that definitions of federations contain."""
     return base64.urlsafe_b64encode(key.public_key().public_bytes_raw()).decode("ascii").rstrip("=")
 
 
 def open_server(home: Path, address: tuple[str, int], tls: tuple[Path, Path] | None) -> KeeperServer:
-    """Open a server. Call `serve_forever` to answer requests. For example:
+    """Open a server. Its method `serve_forever` answers requests. For example:
 
         open_server(Path("keeper"), ("127.0.0.1", 8331), None).serve_forever()
 
     Raises:
-        OperatorError: the key or its memory is missing, or other machines can reach the address without TLS.
+        OperatorError: the key, the token or the memory is missing, or other machines can reach the address
+            without TLS.
     """
     try:
         key = X25519PrivateKey.from_private_bytes((home / _KEY).read_bytes())
@@ -63,11 +65,11 @@ def open_server(home: Path, address: tuple[str, int], tls: tuple[Path, Path] | N
         raise OperatorError(f"{home} has no key and token: {exc}. Run `permille-keeper init` first.") from exc
     if not (home / _MEMORY).exists():
         raise OperatorError(
-            f"{home / _MEMORY} is missing. Without it, seals that were opened would open again: make a new "
-            "key in an empty folder."
+            f"{home / _MEMORY} is missing. Without it, the keeper could open a seal a second time, which is "
+            "not safe. Make a new key in an empty folder."
         )
     if tls is None and not is_loopback(address[0]):
-        raise OperatorError(f"Other machines can reach {address[0]}: name --tls-certificate and --tls-key.")
+        raise OperatorError(f"Other machines can reach {address[0]}. Give --tls-certificate and --tls-key.")
     context = None
     if tls is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -78,12 +80,14 @@ def open_server(home: Path, address: tuple[str, int], tls: tuple[Path, Path] | N
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command."""
     parser = argparse.ArgumentParser(prog="permille-keeper", description=__doc__)
-    parser.add_argument("--home", type=Path, required=True, help="folder of key, token and memory")
+    parser.add_argument(
+        "--home", type=Path, required=True, help="folder of the key, the token and the memory"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("init", help="make key and token, and show what the service needs")
+    commands.add_parser("init", help="make the key and the token, and show what the service needs")
     commands.add_parser("log", help="list what was summed and what was refused")
-    run = commands.add_parser("run", help="answer the service")
-    run.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    run = commands.add_parser("run", help="answer requests of the service")
+    run.add_argument("--host", default="127.0.0.1", help="address to listen on")
     run.add_argument("--port", type=int, default=8331)
     run.add_argument("--tls-certificate", type=Path)
     run.add_argument("--tls-key", type=Path)

@@ -1,9 +1,12 @@
 """Memory of the keeper: its answers, and the devices whose seals it has opened.
 
-- An answer is durable before it is sent. So the noise of a set of devices is drawn once, and the same
-  question gets the same bytes, also after a kill.
-- A device's seal of a round is never opened in two sets, because the difference of two sums may be the vector
-  of one device.
+A question of the service names a round and a set of devices. It contains a seal of each device, which is the
+encrypted seed of the device's mask.
+
+- An answer is stored durably before it is sent. So the noise for a set of devices is drawn only once, and the
+  same question gets the same bytes, even if the process was killed in between.
+- A device's seal of a round is opened for only one set of devices. The difference of the sums of two sets may
+  be the vector of a single device.
 """
 
 import os
@@ -31,11 +34,11 @@ _KEPT_REFUSALS = 1000
 
 
 class SecondSetError(PermilleError):
-    """A device's seal of this round was already opened in another set of devices."""
+    """A device's seal of this round was already opened for another set of devices."""
 
 
 class Memory:
-    """The keeper's database. Each call opens a new connection, so that threads share none."""
+    """The keeper's database. Each call opens a new connection, so that threads do not share one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -46,7 +49,7 @@ class Memory:
         connection.close()
 
     def answer_once(self, opening: Opening, make: Callable[[], bytes]) -> bytes:
-        """Return the answer to a question. A new one is made by `make` and stored durably.
+        """Return the answer to a question. If there is none yet, call `make`, and store its result durably.
 
         For example, the second call returns the answer of the first:
 
@@ -54,7 +57,7 @@ class Memory:
             memory.answer_once(opening, lambda: b"two")
 
         Raises:
-            SecondSetError: a device of the question was in another set of this round.
+            SecondSetError: the seal of a device in the question was opened for another set in this round.
             Exception: `make` failed, and nothing was stored.
         """
         question = digest_of(opening.to_bytes())
@@ -70,8 +73,8 @@ class Memory:
             again = [entry[0] for entry in opening.entries if entry[0] in known]
             if again:
                 raise SecondSetError(
-                    f"{len(again)} seals of round {place[1]} of {place[0]} were opened in another set "
-                    f"before, the first of device {again[0].hex()}"
+                    f"{len(again)} seals of round {place[1]} of {place[0]} were already opened for another "
+                    f"set of devices. The first one belongs to device {again[0].hex()}"
                 )
             answer = make()
             connection.execute(
@@ -85,10 +88,13 @@ class Memory:
             connection.execute("COMMIT")
             return answer
         finally:
-            connection.close()  # rolls back what was not committed
+            connection.close()  # this rolls back a transaction that was not committed
 
     def note_second_set(self, question: str, reason: str) -> None:
-        """Record a question for a second set permanently, because it suggests that the service cheats."""
+        """Record a question about a second set of devices.
+
+        It is kept for ever, because the service may cheat.
+        """
         connection = self._connect()
         with connection:
             connection.execute(
@@ -98,7 +104,7 @@ class Memory:
         connection.close()
 
     def note_refusal(self, reason: str) -> None:
-        """Record another refusal. The newest thousand are kept."""
+        """Record a refusal of another kind. Only the newest thousand are kept."""
         connection = self._connect()
         with connection:
             connection.execute(f"INSERT INTO refusals VALUES ({_NOW}, ?)", [reason[:1000]])  # noqa: S608
@@ -108,7 +114,7 @@ class Memory:
         connection.close()
 
     def lines(self) -> list[str]:
-        """Return one line for each answer and refusal, the oldest first."""
+        """Return a line for each answer and each refusal. The oldest line comes first."""
         query = (
             "SELECT answered_at, 'summed ' || devices || ' devices in round ' || number || ' of ' "
             "|| definition FROM answers UNION ALL SELECT at, 'refused: ' || reason FROM second_sets "

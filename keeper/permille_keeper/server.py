@@ -1,7 +1,7 @@
 """HTTP server of the keeper: `POST /v1/sums` answers a question, and `GET /health` checks that it runs.
 
-A caller needs the token, which is checked before the body is read. There is only one caller, the service, so
-the server of the standard library is enough. `permille.bounded_server` limits its connections.
+A question must come with the token, which is checked before the body is read. The service is the only caller,
+so the HTTP server of the standard library is enough. `permille.bounded_server` limits its connections.
 """
 
 import hmac
@@ -23,20 +23,20 @@ from permille.privacy.masks import mask_of, open_seed, seal_context
 from permille_keeper.memory import Memory, SecondSetError
 
 PATH: Final = "/v1/sums"
-_DEADLINE_S = 60.0  # between two bytes
+_DEADLINE_S = 60.0  # longest time between two bytes
 
 _log = logging.getLogger(__name__)
 
 
 class KeeperServer(BoundedServer):
-    """Server that answers questions with a key and a memory.
+    """Server that answers questions about sums.
 
     Args:
-        address: host and port.
-        key: private key that opens the seals of devices.
-        token: token that callers send as `Authorization: Bearer ...`.
-        memory: earlier answers.
-        tls: context with certificate and key, or None on loopback.
+        address: the host and the port.
+        key: the private key that opens the seals of devices.
+        token: the token that callers send as `Authorization: Bearer ...`.
+        memory: the store of earlier answers.
+        tls: a context with the certificate and its key. None: no TLS, for loopback only.
     """
 
     limits = Places(longest_s=300.0)
@@ -103,18 +103,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the parent's name
-        """Log nothing, because `_refuse` logs all refusals."""
+        """Log nothing, because `_refuse` logs refusals and the memory keeps answers."""
 
 
 def answer(data: bytes, key: X25519PrivateKey, memory: Memory) -> bytes:
-    """Return the durable answer to a question.
+    """Return the answer to a question. The answer is stored before it is returned.
 
-    Each device has bound its seal to the federation's definition. So a question with another definition,
-    which could promise less privacy, opens no seal.
+    Each device has bound its seal to the definition of the federation. So a question with another definition,
+    which could promise less privacy, cannot open the seal.
 
     Raises:
         PackageError: the question is malformed or forged, has too few devices, or names another keeper.
-        SecondSetError: a device of the question was in another set of the round.
+        SecondSetError: the seal of a device was opened for another set of devices in this round.
     """
     opening = decode_opening(data)
     privacy = opening.definition.privacy

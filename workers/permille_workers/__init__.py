@@ -1,1 +1,1 @@
-"""Workers: they load, call the library and save."""
+"""Workers: they run jobs. A job loads its inputs, calls the library, and saves the result."""

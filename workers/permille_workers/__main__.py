@@ -1,8 +1,8 @@
 """`python -m permille_workers`: run a Celery worker if the settings name a broker, or else a local worker.
 
-Settings come from the environment (PERMILLE_DATA_DIR, PERMILLE_DATABASE_URL ...). After SIGTERM the worker
-takes no new jobs. Running jobs get `PERMILLE_DRAIN_S` seconds, and then go back to the queue. A second
-SIGTERM ends the wait.
+Settings come from the environment (PERMILLE_DATA_DIR, PERMILLE_DATABASE_URL ...). After SIGTERM, the worker
+takes no new jobs. It waits `PERMILLE_DRAIN_S` seconds for running jobs, and then puts them back into the
+queue. A second SIGTERM ends the wait at once.
 """
 
 import logging
@@ -30,7 +30,7 @@ from permille_workers.runtime.sweeper import Sweeper
 
 _log = logging.getLogger(__name__)
 EXIT_USAGE, EXIT_RETRY = 2, 75
-"""75: EX_TEMPFAIL of sysexits.h, for whoever starts it again."""
+"""Exit statuses. 75 (EX_TEMPFAIL of sysexits.h) tells a supervisor to start the process again later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class LocalWorker:
     child_command: Sequence[str] = CHILD_COMMAND
 
     def run(self) -> None:
-        """Run jobs until a shutdown is requested and no job runs any more."""
+        """Run jobs until a shutdown is requested and the last job has ended."""
         blobs = open_blobs(self.settings)
         sweeper = Sweeper(
             name=self.name, db=self.db, blobs=blobs, settings=self.settings, shutdown=self.shutdown
@@ -63,23 +63,23 @@ class LocalWorker:
         supervisor = Supervisor(
             db=self.db, settings=self.settings, shutdown=self.shutdown, child_command=self.child_command
         )
-        outage = Outage(_log, "database or machine cannot serve, will try again")
+        outage = Outage(_log, "the database or the machine has a fault, will try again")
         while not self.shutdown.asked.is_set():
             try:
                 found = supervisor.run_next(self.name)
                 outage.note(None)
                 if not found:
                     self.shutdown.asked.wait(self.settings.poll_s)
-            except (DBAPIError, OSError, OperatorError) as exc:  # the lease takes care of the job
+            except (DBAPIError, OSError, OperatorError) as exc:  # the job's lease expires, so it runs again
                 outage.note(exc)
                 self.shutdown.asked.wait(self.settings.poll_s)
 
 
 def run_worker(settings: WorkerSettings, *, child_command: Sequence[str] = CHILD_COMMAND) -> None:
-    """Work until SIGTERM or SIGINT. The schema is brought up to date first.
+    """Migrate the database if needed, and run jobs until SIGTERM or SIGINT.
 
     Raises:
-        OperatorError, RetryableError: of `migrate`.
+        OperatorError, RetryableError: the migration failed.
     """
     url = settings.database_url.get_secret_value()
     migrate(url)
@@ -116,7 +116,7 @@ def _on_signals(shutdown: Shutdown, drain_s: float) -> None:
 
 
 def main() -> int:
-    """Work until SIGTERM or SIGINT; the return value is the exit code."""
+    """Run jobs until SIGTERM or SIGINT, and return the exit code."""
     try:
         settings = WorkerSettings.model_validate({})
     except ValueError as exc:

@@ -84,7 +84,7 @@ def test_a_second_set_of_a_round_is_refused_and_noted_on_both_sides(
     rules, token = site
     _, masked = send_all(rules)
     private_sum(rules, 0, masked[:35], token)
-    with pytest.raises(OperatorError, match=r"\(409\): 34 seals .* were opened in another set"):
+    with pytest.raises(OperatorError, match=r"\(409\): 34 seals .* were already opened for another set"):
         private_sum(rules, 0, masked[1:36], token)
     assert "the keeper refused with 409" in caplog.text
     main(["--home", str(home), "log"])

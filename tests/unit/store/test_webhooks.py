@@ -134,7 +134,7 @@ def test_a_webhook_does_not_reach_private_addresses(db: Database, tenant_id: str
         assert send(db, allow_private=False) == 1
         assert came == []
     failure = delivery(db, tenant_id, webhook_id).failure or ""
-    assert "is not a public address. Set PERMILLE_WEBHOOK_PRIVATE=true" in failure
+    assert "which is not public. Set PERMILLE_WEBHOOK_PRIVATE=true" in failure
 
 
 def test_a_receiver_that_drips_its_answer_is_left(

@@ -1,1 +1,1 @@
-"""Jobs run: claimed from the database or by a broker's message, supervised in child processes, swept."""
+"""Running of jobs: workers claim jobs, supervise them in child processes, and sweep up after lost workers."""

@@ -1,8 +1,8 @@
 """A transport for the broker that survives malformed messages.
 
 If kombu cannot parse a message, its consumer ends, and Celery ends the worker with exit code 0. This
-transport logs and drops such a message. It also drops messages of other tasks, which could carry times,
-chains and callbacks that the service never sends. No work is lost, since the job rows are the truth.
+transport logs and drops such a message. It also drops messages that the service never sends, for example with
+other tasks, start times, chains or callbacks. No work is lost, because the database holds all jobs.
 """
 
 import base64
@@ -15,8 +15,8 @@ from kombu.transport import TRANSPORT_ALIASES, redis
 
 from permille.store.jobs.dispatch import TASK_NAME
 
-MAX_BODY_CHARACTERS = 4096  # ours have some hundred
-_UNSENT = ("eta", "expires", "retries", "group")  # of a header; ours has none of these
+MAX_BODY_CHARACTERS = 4096  # the service's messages have some hundred
+_UNSENT = ("eta", "expires", "retries", "group")  # fields that no header of the service's messages has
 
 _log = logging.getLogger(__name__)
 
@@ -27,26 +27,27 @@ class Channel(redis.Channel):
     def _brpop_read(self, **options: Any) -> Any:
         try:
             return super()._brpop_read(**options)  # type: ignore[no-untyped-call]
-        except (ValueError, RecursionError, MemoryError) as exc:  # no JSON, no UTF-8, nested too deeply
-            _log.warning("dropped a message that is no JSON: %s", type(exc).__name__)
-            # For kombu, `Empty` means that no message came, so it asks again.
+        # The message is not JSON or not UTF-8, or it is nested too deeply.
+        except (ValueError, RecursionError, MemoryError) as exc:
+            _log.warning("dropped a message that is not JSON: %s", type(exc).__name__)
+            # `Empty` tells kombu that no message has come, so it asks again.
             raise Empty from exc
 
 
 class Transport(redis.Transport):
-    """A transport that only delivers messages of our task."""
+    """A transport that delivers only messages for the task that runs jobs."""
 
     Channel = Channel
 
     def _deliver(self, message: Any, queue: str) -> None:
         if not is_ours(message):
-            _log.warning("dropped a message that is none of ours")
+            _log.warning("dropped a message that the service did not send")
             return
         super()._deliver(message, queue)  # type: ignore[no-untyped-call]
 
 
 def is_ours(message: Any) -> bool:
-    """Return whether `CeleryDispatcher` could have sent a parsed message."""
+    """Return whether a parsed message has the form of those that `CeleryDispatcher` sends."""
     try:
         headers, properties, body = message["headers"], message["properties"], message["body"]
         return (
@@ -58,16 +59,16 @@ def is_ours(message: Any) -> bool:
             and properties["body_encoding"] == "base64"
             and (message["content-type"], message["content-encoding"]) == ("application/json", "utf-8")
             and isinstance(body, str)
-            # Before the body is decoded: anyone who reaches Redis can send a body of any size.
+            # Check this before the body is decoded, because anyone who reaches Redis can send a large body.
             and len(body) <= MAX_BODY_CHARACTERS
             and _names_a_job(body)
         )
-    except (AttributeError, KeyError, TypeError):  # of another form
+    except (AttributeError, KeyError, TypeError):  # the message has another form
         return False
 
 
 def _names_a_job(body: str) -> bool:
-    """Return whether a body has one text argument and no callbacks."""
+    """Return whether the body of a message has exactly one argument, which is a text, and no callbacks."""
     try:
         arguments, options, afterwards = json.loads(base64.b64decode(body, validate=True))
         (job_id,) = arguments
@@ -82,7 +83,7 @@ def _names_a_job(body: str) -> bool:
 
 
 def install() -> None:
-    """Make Redis connections of this process use this transport."""
+    """Make kombu use this transport for all Redis connections of this process."""
     transport = f"{__name__}:Transport"
-    # kombu looks the transport up by the scheme of the URL.
+    # kombu finds the transport by the scheme of the broker's URL.
     TRANSPORT_ALIASES.update({"redis": transport, "rediss": transport})

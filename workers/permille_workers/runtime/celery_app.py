@@ -1,11 +1,12 @@
 """The Celery worker, which gets messages about jobs from a broker.
 
-A message only says that a job exists, and is acknowledged on arrival. The rows decide which job runs next.
-This may be another job than the message names, because claims take turns between tenants and devices. Jobs
-run in child processes, so Celery's own pool has threads, one for each job.
+A message only says that a job exists, and is acknowledged on arrival. The rows of the database decide which
+job runs next. This may be another job than the message names, because claims take turns between tenants and
+devices. Jobs run in child processes. Celery's own pool therefore has threads, one for each running job.
 
-A worker that gets no message for a while looks into the database itself. The broker may be down. If it
-goes down during an acknowledgement, Celery's consumer waits for ever on a closed connection.
+A worker that gets no message for a while looks for jobs in the database itself, because the broker may be
+down. If the broker goes down during an acknowledgement, Celery's consumer waits for ever on a closed
+connection.
 """
 
 import logging
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Slots:
-    """Slots for running jobs, as many as the settings allow."""
+    """Slots for running jobs. Their number is the setting `concurrency`."""
 
     supervisor: Supervisor
     name: str
@@ -43,14 +44,14 @@ class _Slots:
         self._free = threading.Semaphore(self.supervisor.settings.concurrency)
 
     def on_message(self, job_id: str) -> None:
-        """Run the next job, if any."""
+        """Run the next job if there is one. It need not be the job of the message."""
         self._message_at = time.monotonic()
         with self._free:
             if not self.supervisor.run_next(self.name):
-                _log.info("no job is due, although a message announced %s", job_id)
+                _log.info("a message announced %s, but no job is due", job_id)
 
     def watch_queue(self) -> None:
-        """Look for jobs whenever no message has come for a while, until the shutdown."""
+        """Look for jobs in the database whenever no message has come for a while, until the shutdown."""
         shutdown, silence_s = self.supervisor.shutdown, RESEND_AFTER_S
         while not shutdown.asked.wait(silence_s):
             if time.monotonic() - self._message_at < silence_s or not self._free.acquire(blocking=False):
@@ -59,13 +60,13 @@ class _Slots:
                 while not shutdown.asked.is_set() and self.supervisor.run_next(self.name):
                     _log.warning("no message came for %.0f s, but a job was due", silence_s)
             except (DBAPIError, OSError, OperatorError) as exc:
-                _log.warning("database or machine cannot serve, will try again: %s", exc)
+                _log.warning("the database or the machine has a fault, will try again: %s", exc)
             finally:
                 self._free.release()
 
 
 def make_app(broker_url: str, slots: _Slots) -> Any:
-    """A Celery app whose one task claims a job and runs it."""
+    """Make a Celery app with a single task, which claims a job and runs it."""
     app = celery_app(broker_url)
 
     @app.task(name=TASK_NAME)  # type: ignore[untyped-decorator]
@@ -84,7 +85,7 @@ def run_celery_worker(
     name: str,
     child_command: Sequence[str] = CHILD_COMMAND,
 ) -> None:
-    """Work until SIGTERM: running jobs get the drain time, then they are given back.
+    """Run jobs until SIGTERM. Then wait for running jobs during the drain time, and give the others back.
 
     Raises:
         RetryableError: Celery's worker ended by itself.
@@ -97,7 +98,7 @@ def run_celery_worker(
     def on_shutdown(**_: object) -> None:
         shutdown.ask(settings.drain_s)
 
-    # A weak reference to a local function would be gone at once.
+    # Celery keeps weak references by default. A weakly referenced local function would vanish at once.
     signals.worker_shutting_down.connect(on_shutdown, weak=False)
     dispatcher = CeleryDispatcher(broker_url)
     blobs = open_blobs(settings)
@@ -116,17 +117,17 @@ def run_celery_worker(
         queues=[QUEUE],
         hostname=name,
         loglevel="INFO",
-        # Workers need not know of each other: the rows of the database say who works on what.
+        # Workers need not know of each other, because the database says which worker runs which job.
         without_gossip=True,
         without_mingle=True,
         without_heartbeat=True,
     )
     worker.start()
-    # Celery also returns when its consumer dies. Then the other threads must end, too.
+    # `start` also returns when Celery's consumer has died. The other threads must end then, too.
     asked = shutdown.asked.is_set()
     if not asked:
         shutdown.ask(0.0)
     for thread in threads:
         thread.join()
     if not asked:
-        raise RetryableError("The broker's worker ended by itself. Start it again.")
+        raise RetryableError("The Celery worker ended by itself. Start it again.")

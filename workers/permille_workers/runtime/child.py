@@ -1,7 +1,8 @@
 """The process of one attempt: `python -m permille_workers.runtime.child`, spawned by a supervisor.
 
 The child reads the claim from its standard input, runs the task of the job's kind, and records the outcome.
-It ends when its supervisor dies: by the parent-death signal on Linux, elsewhere at the end of the pipe.
+It ends when its supervisor dies. On Linux, the parent-death signal kills it. On other systems, it notices the
+end of its standard input.
 """
 
 import ctypes
@@ -37,9 +38,9 @@ from permille_workers.runtime.work_folders import locked_work_folder
 
 MAX_HANDOVER_BYTES = 16 << 20
 _PR_SET_PDEATHSIG = 1
-_FINAL = (InputError, PackageError, OperatorError)  # trying again changes nothing
-_PASSING_CODES = {"blob-missing", "blob-digest"}  # a store that gave half a blob may give it whole
-_PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # between tries to publish while a bucket does not answer
+_FINAL = (InputError, PackageError, OperatorError)  # after these errors, a retry would fail again
+_PASSING_CODES = {"blob-missing", "blob-digest"}  # after these, the store may return the whole blob next time
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # pauses between attempts to publish while a bucket does not answer
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def run_child(tasks: Mapping[str, Task], pipe: BinaryIO) -> None:
     telemetry.configure_logging(settings.log_format)
     telemetry.current_job.set(claim.job_id)
     telemetry.start_tracing("permille-worker")
-    # The second way to notice the supervisor's end, for systems without a death signal.
+    # Systems without a parent-death signal notice the end of the supervisor in this way.
     threading.Thread(target=_die_at_end, args=(pipe,), daemon=True).start()
     db = Database(settings.database_url.get_secret_value())
     what: dict[str, str | int] = {"permille.job_id": claim.job_id, "permille.attempt": claim.attempt}
@@ -65,14 +66,14 @@ def run_child(tasks: Mapping[str, Task], pipe: BinaryIO) -> None:
 
 
 def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: WorkerSettings) -> None:
-    """Run the task and record its outcome: result, parts, cancel or failure.
+    """Run the task and record its outcome: a result, parts to add, a cancellation or a failure.
 
-    If another attempt has begun, nothing is written.
+    If another attempt of the job has begun, nothing is written.
     """
     try:
         task = tasks.get(claim.kind)
         if task is None:
-            raise InputError(f"This worker does {', '.join(sorted(tasks))}, and no {claim.kind!r}.")
+            raise InputError(f"This worker runs {', '.join(sorted(tasks))}, but not {claim.kind!r}.")
         with locked_work_folder(settings.work_root, claim.job_id) as folder:
             context = TaskContext(
                 claim=claim,
@@ -88,16 +89,16 @@ def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: Wor
     except JobCancelledError:
         with db.write() as session:
             claims.cancelled(session, claim)
-    except Exception as exc:  # noqa: BLE001 - the boundary of the job: every failure becomes its row's error
+    except Exception as exc:  # noqa: BLE001 - every failure of a job is recorded as its error
         _log.warning("attempt %d of %s failed", claim.attempt, claim.job_id, exc_info=exc)
         record_failure(db, claim, exc)
 
 
 def publish_result(db: Database, claim: Claim, made: Publish | PartsToAdd) -> None:
-    """Write the result's rows and end the job, or add its parts, in one transaction.
+    """Write the rows of the result and end the job, in one transaction. For parts, add them to the job.
 
-    If a bucket does not answer, a new transaction tries again after a pause, so that hours of work are not
-    lost. Other writers get their turn between two tries.
+    If a bucket does not answer, try again after a pause, so that hours of work are not lost. Each try has its
+    own transaction, so that other writers get their turn in between.
 
     Raises:
         StaleClaimError: another attempt has begun. Nothing is written.
@@ -116,7 +117,7 @@ def publish_result(db: Database, claim: Claim, made: Publish | PartsToAdd) -> No
 
 def _publish(db: Database, claim: Claim, made: Publish | PartsToAdd) -> None:
     with db.write() as session:
-        # Locks the job's row, so that no other attempt can take over before the commit.
+        # This locks the row of the job, so that no other attempt can take over before the commit.
         claims.check(session, claim)
         if isinstance(made, PartsToAdd):
             claims.split(session, claim, made.parts)
@@ -125,11 +126,11 @@ def _publish(db: Database, claim: Claim, made: Publish | PartsToAdd) -> None:
 
 
 def record_failure(db: Database, claim: Claim, exc: Exception) -> None:
-    """End the attempt with its error. Only unexpected errors carry a traceback."""
+    """End the attempt with an error. Only unexpected errors are recorded with a traceback."""
     error = {"type": type(exc).__name__, "message": str(exc) or type(exc).__name__}
     final = is_final(exc)
     if not isinstance(exc, PermilleError):
-        # The last characters: they hold the line that failed.
+        # Keep the end of the traceback, which has the line that failed.
         error["traceback"] = "".join(traceback.format_exception(exc))[-8000:]
     try:
         with db.write() as session:
@@ -139,9 +140,10 @@ def record_failure(db: Database, claim: Claim, exc: Exception) -> None:
 
 
 def is_final(exc: Exception) -> bool:
-    """Return whether a retry is pointless, because of wrong input or wrong settings.
+    """Return whether a retry is pointless, because the input or the settings are wrong.
 
-    A full or broken disk is not final: another worker may take the next attempt, or space may be freed.
+    An error of a full or broken disk is not final. Another worker may take the next attempt, or space may be
+    freed.
     """
     if isinstance(exc, PackageError) and exc.code in _PASSING_CODES:
         return False
@@ -149,28 +151,30 @@ def is_final(exc: Exception) -> bool:
 
 
 def die_with_parent() -> None:
-    """Ask Linux to send SIGKILL when the supervisor dies. No long call can delay this signal."""
+    """Ask Linux to kill this process when the supervisor dies, even during a long call into a library."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-            raise OperatorError(f"prctl refuses a death signal: errno {ctypes.get_errno()}")
+            raise OperatorError(f"prctl cannot set the parent-death signal: errno {ctypes.get_errno()}")
 
 
 def _die_at_end(pipe: BinaryIO) -> None:
-    # Read from the descriptor: a thread that blocks in the buffered reader holds the reader's lock, also when
-    # the process ends.
+    # Read from the descriptor, not from the buffered reader. A thread that blocks in the reader holds its
+    # lock, which the process needs when it ends.
     while os.read(pipe.fileno(), 4096):
         pass
-    # Not `sys.exit`: it would end only this thread.
+    # `sys.exit` would end only this thread.
     os._exit(70)
 
 
 def main() -> None:
-    """Entry of the child process."""
+    """Run the child process."""
     from permille_workers.tasks import TASKS
 
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # after Ctrl-C, the supervisor decides what happens to the job
     run_child(TASKS, sys.stdin.buffer)
 
 

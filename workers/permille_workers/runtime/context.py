@@ -1,4 +1,4 @@
-"""Context of a task: claim, stores, a work folder that survives attempts, and progress."""
+"""The context of a task: its claim, the database, the blobs, a work folder, and reports of progress."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,28 +23,29 @@ REPORT_EVERY_S = 1.0
 
 
 class JobCancelledError(Exception):
-    """The job was asked to stop: unwind, publish nothing."""
+    """An operator has cancelled the job, so the task must stop and publish nothing."""
 
 
-# Writes the result's rows in the transaction that ends the job; returns the result's id.
+# A function that writes the rows of the result and returns its id. It runs in the transaction that ends the
+# job.
 Publish = Callable[[Session], str]
 
 
 @dataclass(frozen=True, slots=True)
 class PartsToAdd:
-    """Parts that a task adds instead of returning a result.
+    """Parts that a task adds to its job instead of returning a result.
 
-    Once all parts have succeeded, the job runs again and reads their results.
+    Each part is a job of its own. When all parts have succeeded, the job runs again and reads their results.
     """
 
     parts: Sequence[Part]
 
 
 class Progress:
-    """Reports of an attempt's progress, at most one a second, with an estimate of the time left.
+    """Reports of an attempt's progress, about one in a second, with an estimate of the time left.
 
-    The estimate uses the pace since the first report. A resumed attempt therefore ignores work that an
-    earlier attempt has done.
+    The estimate uses the pace since the first report of this attempt. Work that an earlier attempt has done
+    therefore does not count.
     """
 
     def __init__(self, db: Database, claim: Claim, *, clock: Clock = time.monotonic) -> None:
@@ -57,20 +58,20 @@ class Progress:
         self._told_message: str | None = None
 
     def __call__(self, fraction: float, message: str) -> None:
-        """Report.
+        """Report the fraction of the job that is done, and what it does now.
 
         Raises:
-            JobCancelledError: the job should stop.
+            JobCancelledError: the job was cancelled.
             StaleClaimError: another attempt has begun.
         """
         at = self._clock()
-        # A fraction that falls belongs to a retry, which has a pace of its own.
+        # If the fraction falls, the work has started again, so the pace is measured from here.
         if self._first is None or fraction < self._first[1]:
             self._first = self._risen = (at, fraction)
         elif self._risen is None or fraction > self._risen[1]:
             self._risen = (at, fraction)
         recent = self._told_at is not None and at - self._told_at < REPORT_EVERY_S
-        # A new phase is reported at once, even if the last report is recent.
+        # If the first word of the message changes, a new phase has begun. Report this at once.
         if recent and message.split(" ")[0] == (self._told_message or "").split(" ")[0]:
             return
         self._told_at, self._told_message = at, message
@@ -82,9 +83,9 @@ class Progress:
             raise JobCancelledError(self._claim.job_id)
 
     def _eta_s(self, at: float, fraction: float) -> float | None:
-        """Estimate the remaining time from the pace up to the last rise of the fraction.
+        """Estimate the remaining time from the pace until the fraction last rose.
 
-        A message in between does not change it.
+        Reports with an unchanged fraction therefore do not change the pace.
         """
         if self._first is None or self._risen is None or fraction <= self._first[1]:
             return None
@@ -101,11 +102,13 @@ class TaskContext:
     db: Database
     blobs: BlobFolder
     settings: WorkerSettings
-    work_folder: Path  # of the job, not the attempt: checkpoints live here
+    work_folder: Path  # belongs to the job and survives attempts; checkpoints are stored here
     progress: Callable[[float, str], None]
 
     def part(self, begin: float, end: float, what: str) -> Callable[[int, int], None]:
-        """Return a callback that reports `what done/total` between two shares of the job.
+        """Return a callback for a step of the job, which runs from the fraction `begin` to `end` of the job.
+
+        The callback gets the work that is done and the total. Its message is `what done/total`.
 
         Example:
             fisher_scores(model, tokens_NT, scope, progress=context.part(0.05, 0.9, "fisher"))
@@ -122,7 +125,10 @@ class TaskContext:
             return artifacts.get(session, tenant_id=self.claim.tenant_id, kind=kind, key=key)
 
     def shared(self, job_id: str) -> BlobFolder:
-        """Return the blobs that a split job shares with its parts. They are removed after its end."""
+        """Return the store of blobs that a split job shares with its parts.
+
+        It is removed after the job's end.
+        """
         return shared_store(self.blobs).below(job_id)
 
 

@@ -1,7 +1,7 @@
-"""The message from a supervisor to its child: claim and settings as one line of JSON in a pipe.
+"""The message from a supervisor to its child: the claim and the settings, as one line of JSON in a pipe.
 
-The pipe keeps secrets, such as the password of the database, out of command lines and files. It stays
-open, and its end tells the child that the supervisor is gone.
+The pipe keeps secrets, such as the password of the database, out of command lines and files. The supervisor
+keeps the pipe open. When the child reads its end, the supervisor is gone.
 """
 
 import json
@@ -17,7 +17,7 @@ from permille_workers.runtime.settings import WorkerSettings
 
 def encode_handover(claim: Claim, settings: WorkerSettings) -> bytes:
     """Encode a claim and settings as a line."""
-    # pydantic would hide secrets, which the child needs.
+    # pydantic's own JSON would mask secrets, which the child needs.
     plain = {name: _plain(value) for name, value in settings}
     return json.dumps({"claim": asdict(claim), "settings": plain}).encode() + b"\n"
 
@@ -29,7 +29,7 @@ def decode_handover(line: bytes) -> tuple[Claim, WorkerSettings]:
         return Claim(**record["claim"]), WorkerSettings(**record["settings"])
     except (ValueError, KeyError, TypeError) as exc:
         kind = type(exc).__name__
-        raise InputError(f"expected a line of a supervisor, got {len(line)} bytes: {kind}") from exc
+        raise InputError(f"expected a line from a supervisor, got {len(line)} bytes: {kind}") from exc
 
 
 def _plain(value: Any) -> Any:

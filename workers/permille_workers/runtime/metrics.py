@@ -1,7 +1,7 @@
-"""Metrics of a worker for Prometheus: attempts and their time by kind, and lost leases.
+"""Metrics of a worker for Prometheus: the duration of attempts by kind of job, and lost leases.
 
-They are served only if `PERMILLE_METRICS_PORT` is set. There is no token, so the default address is
-loopback. The metrics name no jobs.
+They are served only if `PERMILLE_METRICS_PORT` is set. They need no token, so the default address is
+loopback. The metrics contain no ids of jobs.
 """
 
 import threading
@@ -19,20 +19,20 @@ _BUCKETS = (0.5, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 
 ATTEMPT_S = Histogram(
     "permille_attempt_seconds",
-    "How long attempts took, by kind of job and the job's state after it.",
+    "How long attempts took, by the kind of the job and its state after the attempt.",
     ("kind", "state"),
     buckets=_BUCKETS,
 )
 LEASES_LOST = Counter(
-    "permille_leases_lost", "Attempts of this worker that another had taken over.", ("kind",)
+    "permille_leases_lost", "Attempts of this worker that another worker has taken over.", ("kind",)
 )
 _SWEPT = Counter(
     "permille_leases_expired",
-    "Attempts of silent workers that this one ended, by what became of the job.",
+    "Attempts of silent workers that this worker ended, by the new state of the job.",
     ("state",),
 )
 for _state in ("queued", "dead", "cancelled"):
-    _SWEPT.labels(_state)  # Prometheus sees an increase only if the counter existed before
+    _SWEPT.labels(_state)  # create the counter at 0, because Prometheus sees no increase in a new counter
 
 
 def count_sweep(report: SweepReport) -> None:
@@ -43,7 +43,7 @@ def count_sweep(report: SweepReport) -> None:
 
 
 def serve_metrics(settings: WorkerSettings) -> None:
-    """Serve `/metrics` from a thread, where a port is set.
+    """Serve `/metrics` from a thread. Do nothing if the settings have no port.
 
     Raises:
         OperatorError: the address cannot be bound.
@@ -55,18 +55,18 @@ def serve_metrics(settings: WorkerSettings) -> None:
     except OSError as exc:
         where = f"{settings.metrics_host}:{settings.metrics_port}"
         raise OperatorError(f"metrics cannot be served at {where}: {exc.strerror}") from exc
-    # A daemon thread, so that it never delays the end of the worker.
+    # A daemon thread does not delay the end of the worker.
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers `GET /metrics`. Callers are not authenticated, so connections have a short timeout."""
+    """Handler of `GET /metrics`. Anybody may call it, so connections have a short timeout."""
 
     timeout = 10.0
     server_version, sys_version = "permille-worker", ""
 
     def do_GET(self) -> None:
-        """Send the numbers."""
+        """Send the metrics."""
         found = self.path.partition("?")[0] == "/metrics"
         body = generate_latest() if found else b""
         self.send_response(HTTPStatus.OK if found else HTTPStatus.NOT_FOUND)
@@ -76,4 +76,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the parent's name
-        """Log no request."""
+        """Log nothing, because requests for metrics are frequent."""

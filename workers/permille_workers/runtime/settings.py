@@ -8,33 +8,41 @@ from permille.schemas.masks import Dtype
 from permille.store.settings import SettingsGroup, StoreSettings
 
 RESEND_AFTER_S: Final = 60.0
-"""Time after which a message for a queued job is repeated, and a worker without messages looks for jobs."""
+"""Seconds after which the message for a queued job is sent again.
+
+A worker that has got no message for this time looks for jobs in the database.
+"""
 
 
 class QueueSettings(SettingsGroup):
     """How workers take jobs"""
 
-    concurrency: int = Field(default=1, ge=1, le=64, description="jobs at a time")
+    concurrency: int = Field(default=1, ge=1, le=64, description="number of jobs that run at the same time")
     lease_s: float = Field(
-        default=30.0, gt=0, description="time without a sign of life after which another worker gets the job"
+        default=30.0,
+        gt=0,
+        description="seconds without a sign of life, after which another worker gets the job",
     )
-    poll_s: float = Field(default=0.5, gt=0, description="time between two looks for jobs, and for a cancel")
+    poll_s: float = Field(
+        default=0.5, gt=0, description="seconds between two checks for new jobs and cancellations"
+    )
     sweep_s: float = Field(
         default=2.0,
         gt=0,
-        description="time between two looks for expired leases, rounds past their deadline, builds to "
+        description="seconds between two checks for expired leases, rounds past their deadline, builds to "
         "continue, and lost messages",
     )
     collect_every_s: float = Field(
         default=3600.0,
         ge=0,
-        description="time between two collections, in which one worker applies retention rules and deletes "
-        "unreferenced blobs; 0: only `permille blobs collect` does this",
+        description="seconds between two collections, in which one worker applies the retention rules and "
+        "deletes unreferenced blobs. With 0, workers do neither; use `permille retention apply` and "
+        "`permille blobs collect`",
     )
     drain_s: float = Field(
         default=20.0,
         ge=0,
-        description="time that running jobs get after SIGTERM, before they go back to the queue",
+        description="seconds that running jobs get after SIGTERM, before they go back to the queue",
     )
 
 
@@ -42,18 +50,18 @@ class ComputeSettings(SettingsGroup):
     """Where and how jobs compute"""
 
     threads: int | None = Field(
-        default=None, ge=1, description="compute threads of each job; none: the library's default"
+        default=None, ge=1, description="compute threads of each job. Default: as the libraries choose"
     )
     device: str = Field(
         default="cpu",
         pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$",
-        description="where scores, sparse models, perplexity and pooled states are computed: `cuda`, "
-        "`cuda:1`. It has not run on a GPU: `make gpu` tests it",
+        description="device that computes scores, sparse models, perplexity and pooled states: `cpu`, `cuda` "
+        "or, for example, `cuda:1`. CUDA is not tested yet; `make gpu` tests it",
     )
     dtype: Dtype = Field(
         default="float32",
-        description="precision of scores and perplexity on that device: `float32`, `bfloat16` or `float16`; "
-        "sums stay float32. Set the same for all workers that share jobs",
+        description="precision in which the device computes scores and perplexity: `float32`, `bfloat16` or "
+        "`float16`. Sums are always float32. All workers that share jobs need the same value",
     )
 
 
@@ -64,11 +72,11 @@ class ReachSettings(SettingsGroup):
         default=None,
         ge=1,
         le=65_535,
-        description="port of the worker's metrics, which need no token; none: no metrics",
+        description="port of the worker's metrics, which need no token. Without it, there are no metrics",
     )
     metrics_host: str = Field(default="127.0.0.1", description="address of the worker's metrics")
     webhook_private: bool = Field(
-        default=False, description="allow webhooks to loopback and to private networks"
+        default=False, description="whether webhooks may call loopback and private networks"
     )
     keeper_token: SecretStr | None = Field(
         default=None, description="token for the [keeper](../explanation/privacy.md) of masked rounds"
@@ -76,4 +84,4 @@ class ReachSettings(SettingsGroup):
 
 
 class WorkerSettings(ReachSettings, ComputeSettings, QueueSettings, StoreSettings):
-    """Settings of a worker, beyond the store's."""
+    """Settings of a worker: those of the store, and those of this module."""

@@ -1,8 +1,8 @@
 """Supervision of the child process that works on a claim.
 
-The supervisor renews the lease and watches for a cancel. It computes nothing itself, so no long call can
-delay the renewal. It kills the child if the lease is lost, at the deadline of a cancel, and at the deadline
-of a shutdown.
+The supervisor renews the lease of the job and checks whether the job was cancelled. It computes nothing
+itself, so no long call can delay the renewal. It kills the child if the lease is lost, if the child is still
+running some seconds after a cancellation, and at the deadline of a shutdown.
 """
 
 import logging
@@ -31,10 +31,10 @@ from permille_workers.runtime.metrics import ATTEMPT_S, LEASES_LOST
 from permille_workers.runtime.settings import WorkerSettings
 
 CHILD_COMMAND = (sys.executable, "-P", "-m", "permille_workers.runtime.child")
-CANCEL_GRACE_S = 10.0  # a job that was asked to stop is killed after this
+CANCEL_GRACE_S = 10.0  # seconds after which a cancelled job is killed
 _TAIL_LINES = 40
 _LAST_WORDS_S = 5.0
-_TOLD_BY_CHILD = (JobState.SUCCEEDED, JobState.FAILED)  # only the child ends its job in one of these states
+_TOLD_BY_CHILD = (JobState.SUCCEEDED, JobState.FAILED)  # states that only the child sets
 # Libraries must not write progress bars into the log, nor send telemetry.
 _QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -43,13 +43,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Shutdown:
-    """A request to stop a worker. It takes no more jobs, and gives back jobs that outlast the drain time."""
+    """A request to stop a worker.
+
+    After the request, the worker takes no more jobs. At the deadline, it gives running jobs back to the
+    queue.
+    """
 
     asked: threading.Event = field(default_factory=threading.Event)
-    deadline: float | None = None  # of time.monotonic
+    deadline: float | None = None  # on the clock of time.monotonic
 
     def ask(self, drain_s: float) -> None:
-        """Ask to stop after `drain_s`, or at once if this is the second call."""
+        """Ask the worker to stop within `drain_s` seconds. A second call asks it to stop at once."""
         self.deadline = time.monotonic() + (0.0 if self.asked.is_set() else drain_s)
         self.asked.set()
 
@@ -60,9 +64,10 @@ class Shutdown:
 
 @dataclass(slots=True, kw_only=True)
 class Supervisor:
-    """Runs claims in child processes, one at a time for each calling thread.
+    """Runner of claims in child processes. Each thread that calls `run` runs one claim at a time.
 
-    The thread that calls `run` must live as long as the call: the child dies with it.
+    The child process dies when the thread that started it ends (this is how Linux's parent-death signal
+    works).
     """
 
     db: Database
@@ -117,12 +122,12 @@ class Supervisor:
 
     def _hand_over(self, child: "subprocess.Popen[bytes]", claim: Claim) -> None:
         pipe = cast("IO[bytes]", child.stdin)
-        with suppress(BrokenPipeError):  # it is dead already: its exit is recorded
+        with suppress(BrokenPipeError):  # the child has died already, and `_record_exit` records this
             pipe.write(encode_handover(claim, self.settings))
             pipe.flush()
 
     def _watch(self, child: "subprocess.Popen[bytes]", claim: Claim) -> None:
-        # Two renewals may fail before the lease ends.
+        # With three renewals in the time of a lease, two may fail before the lease ends.
         renew_every_s = self.settings.lease_s / 3
         renewed_at = time.monotonic()
         kill_at: float | None = None
@@ -131,14 +136,14 @@ class Supervisor:
             try:
                 cancel = self._renew_and_read_cancel(claim, renew=at - renewed_at >= renew_every_s)
             except StaleClaimError as exc:
-                # Usually the child has just published its result and is on its way out, maybe slowly.
+                # Usually the child has just published its result and is about to exit.
                 if not _exited(child, _LAST_WORDS_S) and self._state_after(claim) not in _TOLD_BY_CHILD:
                     LEASES_LOST.labels(claim.kind).inc()
                     _log.warning("lost %s: %s", claim.job_id, exc)
                 return
             except DBAPIError as exc:
-                _log.warning("database is out of reach: %s", exc)
-                # By now another worker may have the job, so this attempt ends.
+                _log.warning("the database does not answer: %s", exc)
+                # When the lease has expired, another worker may have the job, so this attempt ends.
                 if at - renewed_at >= self.settings.lease_s:
                     return
                 continue
@@ -180,7 +185,9 @@ class Supervisor:
         except StaleClaimError:
             _log.info("%s ended", claim.job_id)
         except DBAPIError as exc:
-            _log.warning("%s: its lease will expire, the database is out of reach: %s", claim.job_id, exc)
+            _log.warning(
+                "the database does not answer, so the lease of %s will expire: %s", claim.job_id, exc
+            )
 
 
 def _exited(child: "subprocess.Popen[bytes]", timeout_s: float) -> bool:
@@ -195,7 +202,7 @@ def _copy_lines(pipe: BinaryIO | None, tail: deque[str]) -> None:
     for line in pipe or ():
         text = line.decode(errors="replace")
         tail.append(text)
-        # The child's log belongs to the worker's own log, too.
+        # Copy the log of the child to the log of the worker.
         sys.stderr.write(text)
 
 

@@ -1,7 +1,7 @@
 """Periodic maintenance.
 
 Every worker regularly takes back jobs whose lease has expired, advances builds, rounds and rollouts, sends
-lost messages again, and deletes expired tokens, old uploads and old folders.
+lost messages again, and deletes expired tokens, uploads that were given up, and the folders of ended jobs.
 Once an hour by default, one of the workers applies the retention rules and deletes unreferenced blobs.
 """
 
@@ -34,11 +34,12 @@ from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.work_folders import remove_ended
 
-_ENOUGH_MESSAGES = 100  # each message wakes a worker for any job, so more would only fill the broker
-# A file of this age was left by a killed writer: a living one writes at least once a day.
+# If so many messages wait in the broker, no more are sent. Each wakes a worker, which then runs any due job.
+_ENOUGH_MESSAGES = 100
+# A writer that is alive writes to its file at least once a day. A killed writer has left an older file.
 _UNFINISHED_BLOB_S = 86_400.0
-_LOOK_S = 60.0  # time between two checks for a due collection, and for a clock that went back
-_BUCKET_EVERY_S = 60.0  # each listing of a bucket is paid for
+_LOOK_S = 60.0  # seconds between two checks for a due collection, and for a clock that was set back
+_BUCKET_EVERY_S = 60.0  # a bucket is swept less often, because its provider charges for each listing
 
 _log = logging.getLogger(__name__)
 
@@ -60,13 +61,13 @@ class Sweeper:
     dispatcher: CeleryDispatcher | None = None
 
     def run(self) -> None:
-        """Sweep every `sweep_s` seconds, and a bucket once a minute. Failures are logged and retried."""
+        """Sweep every `sweep_s` seconds, and a bucket once a minute. Log failures, and try again."""
         every_s = 0.0 if self.settings.blob_bucket is None else _BUCKET_EVERY_S
         blobs_due = clock_due = time.monotonic()
-        rows = Outage(_log, "cannot sweep, database or disk is out of reach")
-        blobs = Outage(_log, "cannot sweep, database, disk or bucket is out of reach")
+        rows = Outage(_log, "cannot sweep, because the database or the disk does not answer")
+        blobs = Outage(_log, "cannot sweep, because the database, the disk or the bucket does not answer")
         threading.Thread(target=self.run_collections, name="collector", daemon=True).start()
-        # Apart from the sweep, so that a slow receiver does not delay rollouts.
+        # Webhooks have a thread of their own, so that a slow receiver does not delay the sweep.
         threading.Thread(target=self.run_webhooks, name="webhooks", daemon=True).start()
         while not self.shutdown.asked.wait(self.settings.sweep_s):
             if time.monotonic() >= clock_due and _try_step(self._pull_back, rows):
@@ -76,13 +77,13 @@ class Sweeper:
                 blobs_due = time.monotonic() + every_s
 
     def sweep(self) -> None:
-        """Do everything once."""
+        """Sweep the database and the blobs once."""
         self._sweep_rows()
         self._sweep_blobs()
 
     def _pull_back(self) -> None:
         if moved := pull_back(self.db):
-            _log.warning("the clock has gone back: moved the times of %d jobs back to now", moved)
+            _log.warning("the clock was set back, so the future times of %d jobs were set to now", moved)
 
     def _sweep_rows(self) -> None:
         with self.db.read() as session:
@@ -91,7 +92,7 @@ class Sweeper:
         count_sweep(report)
         if report.requeued or report.died or report.cancelled:
             _log.info("swept expired leases: %s", report)
-        rounds.sweep(self.db)  # this may add jobs, whose messages `_resend` sends
+        rounds.sweep(self.db)  # this may add jobs, for which `_resend` sends messages
         self._resend()
         rollouts.sweep(self.db)
         with self.db.write() as session:
@@ -104,24 +105,25 @@ class Sweeper:
         self.blobs.sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
 
     def run_webhooks(self) -> None:
-        """Send the events that are due, every `sweep_s` seconds."""
+        """Every `sweep_s` seconds, send the webhook events that are due."""
         send = partial(webhooks.post, allow_private=self.settings.webhook_private)
-        outage = Outage(_log, "cannot send webhooks, the database is out of reach")
+        outage = Outage(_log, "cannot send webhooks, because the database does not answer")
         while not self.shutdown.asked.wait(self.settings.sweep_s):
             _try_step(lambda: webhooks.send_due(self.db, send), outage)
 
     def run_collections(self) -> None:
-        """Collect every `collect_every_s` seconds, one worker for all.
+        """Every `collect_every_s` seconds, apply the retention rules and delete unreferenced blobs.
 
-        A collection is slow, so it has its own thread. Killing it in the middle does no harm.
+        Only one of all workers does this at a time. A collection is slow, so it runs in a thread of its own.
+        It can be killed at any time without harm.
         """
         every_s = self.settings.collect_every_s
         own = time.monotonic()
         while every_s and not self.shutdown.asked.wait(min(every_s, _LOOK_S)):
             try:
                 turn = take_turn(self.db, every_s)
-            except DBAPIError as exc:  # perhaps a full disk, and then the collection is needed most
-                _log.warning("cannot note whose turn it is to collect: %s", exc)
+            except DBAPIError as exc:  # perhaps the disk is full, and a collection frees space
+                _log.warning("cannot record which worker collects: %s", exc)
                 turn = time.monotonic() - own >= every_s
             if turn:
                 own = time.monotonic()
@@ -130,22 +132,23 @@ class Sweeper:
     def _collect(self) -> None:
         try:
             rules.apply_all(self.db)
-        except DBAPIError as exc:  # perhaps a full disk, and the collection frees space
+        except DBAPIError as exc:  # perhaps the disk is full, and the collection frees space
             _log.warning("cannot apply retention rules: %s", exc)
         try:
             with self.db.read() as session:
-                # No references: perhaps a new database with old blobs, which only an operator may delete.
+                # If nothing refers to any blob, this may be a new database beside old blobs. Only an operator
+                # may delete them.
                 if not references(session):
                     return
             found = collect(self.db, self.blobs, self.settings)
         except (DBAPIError, OSError, PermilleError) as exc:
-            _log.warning("cannot collect, database or blob store is out of reach: %s", exc)
+            _log.warning("cannot collect, because the database or the blob store does not answer: %s", exc)
             return
         except Exception:  # noqa: BLE001 - the next collection may succeed
             _log.exception("cannot collect")
             return
         if found.removed:
-            _log.info("collected %d bytes that no row names", sum(found.removed.values()))
+            _log.info("deleted %d bytes of blobs that no row names", sum(found.removed.values()))
 
     def _resend(self) -> None:
         if self.dispatcher is None or self.dispatcher.waiting() >= _ENOUGH_MESSAGES:
@@ -159,13 +162,13 @@ class Sweeper:
 
 
 def _try_step(work: Callable[[], object], outage: Outage) -> bool:
-    """Run one step, log its failure, and return whether it succeeded."""
+    """Run one step, and return whether it succeeded. If it fails, log the failure."""
     try:
         work()
     except (DBAPIError, OSError, PermilleError) as exc:
         outage.note(exc)
         return False
-    except Exception:  # noqa: BLE001 - this thread must go on, or jobs of killed workers wait for ever
+    except Exception:  # noqa: BLE001 - if this thread ended, jobs of killed workers would wait for ever
         _log.exception("cannot sweep")
         return False
     outage.note(None)

@@ -1,8 +1,9 @@
-"""Sending of webhooks, signed as Standard Webhooks 1.0 says.
+"""Sending of webhooks, with signatures in the form of Standard Webhooks 1.0.
 
-An operator chooses the address, so a webhook could reach into the workers' private network. A worker
-therefore looks a name up once, refuses addresses that are not public (unless a setting allows them), and
-connects to the checked address. It follows no redirects, and reads only the status of an answer.
+An operator chooses the URL, so a webhook could reach into the workers' private network. A worker therefore
+looks up the host's address only once. It refuses an address that is not public (unless a setting allows
+this), and connects to exactly the address that it has checked. It follows no redirects, and reads only the
+status of an answer.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ Send = Callable[[Message, datetime], str | None]
 
 
 def send_due(db: Database, send: Send) -> int:
-    """Send each due event once, and return their number. Failed events are due again later."""
+    """Send each due event once, and return the number of events. Failed events become due again later."""
     with db.write() as session:
         messages, at = webhooks.claim(session), now(session)
     for message in messages:
@@ -54,7 +55,7 @@ def signature(message: Message, timestamp: int) -> str:
 
 
 def post(message: Message, at: datetime, *, allow_private: bool) -> str | None:
-    """Send one message. Return None on success, or else a description of the failure."""
+    """Send one message. Return None if it succeeds, or else a description of the failure."""
     timestamp = int(at.timestamp())
     headers = {
         "content-type": "application/json",
@@ -66,7 +67,8 @@ def post(message: Message, at: datetime, *, allow_private: bool) -> str | None:
     url = urlsplit(message.url)
     try:
         connection = _connect(message.url, allow_private=allow_private)
-        # Each read has its own limit, so a receiver that drips bytes needs one for all of them.
+        # The timeout of the socket applies to each read. The timer also stops a receiver that sends single
+        # bytes for a long time.
         hang_up = Timer(TIMEOUT_S, connection.sock.shutdown, (socket.SHUT_RDWR,))
         hang_up.start()
         try:
@@ -82,19 +84,24 @@ def post(message: Message, at: datetime, *, allow_private: bool) -> str | None:
 
 
 def _connect(address: str, *, allow_private: bool) -> HTTPConnection:
-    """Open a connection to the host of an address. Raises OSError, InputError: it is not public."""
+    """Open a connection to the host of a URL.
+
+    Raises:
+        OSError: the host cannot be reached.
+        InputError: the address of the host is not public.
+    """
     url = urlsplit(address)
     host = url.hostname or ""
     is_tls = url.scheme == "https"
     port = url.port or (443 if is_tls else 80)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     parsed = ipaddress.ip_address(found)
-    # An IPv4 address inside an IPv6 one leads where the IPv4 address leads.
+    # An IPv4-mapped IPv6 address reaches the same host as the IPv4 address.
     parsed = getattr(parsed, "ipv4_mapped", None) or parsed
     if not (allow_private or parsed.is_global):
         raise InputError(
-            f"{host} is {found}, which is not a public address. Set PERMILLE_WEBHOOK_PRIVATE=true on the "
-            "workers to allow it."
+            f"{host} has the address {found}, which is not public. Set PERMILLE_WEBHOOK_PRIVATE=true on the "
+            "workers to allow this."
         )
     connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
     connected = socket.create_connection((str(found), port), TIMEOUT_S)

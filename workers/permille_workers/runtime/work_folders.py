@@ -1,7 +1,7 @@
-"""Folders of jobs, named by the job's id and removed once the job has ended.
+"""Folders of jobs. Each is named after the job's id, and is removed after the job has ended.
 
-Each job has a scratch folder below the work root, which is kept between attempts. A split job also has a
-store below the blobs, which it shares with its parts.
+Each job has a scratch folder below the work root, which stays between attempts. A job that was split into
+parts also has a store below the blobs, which it shares with its parts.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ _KEPT_FOR = timedelta(days=1)
 
 @contextmanager
 def locked_work_folder(work_root: Path, job_id: str) -> Iterator[Path]:
-    """Lock and return the job's folder. Wait if the process of an earlier attempt still holds it."""
+    """Lock and return the job's folder. Wait while the process of an earlier attempt holds the lock."""
     folder = _jobs_root(work_root) / job_id
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -33,14 +33,14 @@ def locked_work_folder(work_root: Path, job_id: str) -> Iterator[Path]:
 
 
 def shared_store(blobs: BlobFolder) -> BlobFolder:
-    """Return the store that holds the shared blobs of split jobs. Workers on all machines can read it."""
+    """Return the store for the shared blobs of split jobs, which workers on all machines can read."""
     return blobs.below("parts")
 
 
 def remove_ended(db: Database, work_root: Path, blobs: BlobFolder) -> list[str]:
-    """Remove the folders of ended and unknown jobs, and return the ids of these jobs.
+    """Remove the folders of jobs that have ended or are unknown, and return the ids of these jobs.
 
-    The results of a failed job's parts stay for a day, so that a retry can use them.
+    The store of a split job stays for a day after its end, so that a retry can use the results of its parts.
     """
     scratch, shared = _jobs_root(work_root), shared_store(blobs)
     found = sorted(path.name for path in scratch.iterdir()) if scratch.is_dir() else []

@@ -1,6 +1,6 @@
-"""Tasks, one module for each kind of job: load, call the library, save.
+"""Tasks, one module for each kind of job. A task loads its inputs, calls the library, and saves the result.
 
-Builds have no task: see `permille.store.jobs.parents`.
+Builds have no task, because they consist of other jobs (see `permille.store.jobs.parents`).
 """
 
 from collections.abc import Mapping
@@ -19,4 +19,7 @@ def _run(kind: JobKind, context: TaskContext) -> Publish | PartsToAdd:
 
 
 TASKS: Mapping[str, Task] = {kind.value: partial(_run, kind) for kind in JobKind if kind is not JobKind.BUILD}
-"""Tasks by kind. A task's module is imported when it runs, so a replay does not import torch for a mask."""
+"""The task of each kind of job.
+
+The module of a task is imported when the task runs. So a replay does not import torch, which only masks need.
+"""

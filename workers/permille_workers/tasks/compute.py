@@ -1,6 +1,6 @@
-"""Settings of torch in a job: device, precision, and whole or layer by layer.
+"""Use of torch in a job: the device, the precision, and whether the model is loaded as a whole or by layers.
 
-Imported by tasks when they need torch.
+Tasks import this module only when they need torch.
 """
 
 from math import prod
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PROCESS_BYTES = 512 << 20  # the interpreter and torch
-_HIDDEN_SHARE = 4  # one part in four of the memory holds hidden states of a streamed model
+_PROCESS_BYTES = 512 << 20  # memory of the interpreter and torch
+_HIDDEN_SHARE = 4  # a quarter of the memory holds hidden states, if the model is read layer by layer
 
 
 def open_torch_model(
     context: TaskContext, checkpoint: Checkpoint, length: int, dtype_name: Dtype | None = None
 ) -> "PreTrainedModel | StreamedModel":
-    """Open a model for sequences of this length. A model that exceeds the memory is read layer by layer.
+    """Open a model for sequences of this length. If it does not fit into the memory, read it layer by layer.
 
     Args:
-        dtype_name: the precision. None means the precision of the settings.
+        dtype_name: the precision. None: the precision of the settings.
 
     Raises:
-        InputError: as `load_model`.
-        OperatorError: this machine lacks the device of the worker's settings.
+        InputError: `load_model` refuses the model.
+        OperatorError: this machine lacks the device that the settings name.
     """
     settings = context.settings
     dtype, device = _DTYPES[dtype_name or settings.dtype], torch_device(settings.device)
@@ -50,7 +50,10 @@ def open_torch_model(
 
 
 def needed_bytes(checkpoint: Checkpoint, length: int, item_bytes: int) -> int:
-    """Return an upper estimate of the memory for the whole model, its scores and one backward pass."""
+    """Estimate the memory for the whole model, its scores and one backward pass.
+
+    The estimate is an upper bound.
+    """
     shape = shape_of(checkpoint.config)
     scored = sum(prod(size) for _, size in scoped_tensors(checkpoint.config))
     largest = max(prod(checkpoint.shape(name)) for name in checkpoint.names)
@@ -64,7 +67,7 @@ def needed_bytes(checkpoint: Checkpoint, length: int, item_bytes: int) -> int:
 def torch_device(name: str) -> torch.device:
     """Return the device of this name. Raises OperatorError if the machine has no CUDA."""
     if name != "cpu" and not torch.cuda.is_available():
-        raise OperatorError(f"This machine has no CUDA. Set PERMILLE_DEVICE to cpu, not {name}.")
+        raise OperatorError(f"PERMILLE_DEVICE is {name}, but this machine has no CUDA. Set it to cpu.")
     return torch.device(name)
 
 

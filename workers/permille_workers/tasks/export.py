@@ -1,4 +1,4 @@
-"""The export job: a package's forward pass as a program for ExecuTorch, and a package that carries it."""
+"""The export job: export a package's forward pass as an ExecuTorch program, and add it to a new package."""
 
 from permille.errors import InputError
 from permille.package.build import write_manifest
@@ -9,10 +9,10 @@ from permille_workers.tasks.sources import versions
 
 
 def run(context: TaskContext, request: ExportCreate) -> Publish:
-    """Export and publish a package with the program.
+    """Export the program, and publish a package that contains it.
 
     Raises:
-        InputError: the exporter is not installed here, or it cannot export such a package.
+        InputError: the exporter is not installed on this worker, or it cannot export the package.
         PackageError: the package is damaged.
     """
     from permille.engines.executorch.exporting import export_program
@@ -24,7 +24,7 @@ def run(context: TaskContext, request: ExportCreate) -> Publish:
     positions = int(package.config.get("max_position_embeddings") or request.tokens)
     if request.tokens > positions:
         raise InputError(
-            f"The model has {positions} positions; {request.tokens} tokens do not fit. Take fewer."
+            f"The model has {positions} positions, too few for {request.tokens} tokens. Request fewer tokens."
         )
     layer = export_program(package, shape, weights=request.weights)
     context.progress(0.95, f"publishing: a program of {layer.size_bytes} bytes")

@@ -1,4 +1,4 @@
-"""Reading of artifacts that earlier jobs have stored, and publishing of new ones."""
+"""Reading of artifacts that earlier jobs have stored, and publication of new artifacts."""
 
 import json
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from permille_workers.runtime.context import Publish, TaskContext
 
 
 def publishes(context: TaskContext, made: Made) -> Publish:
-    """Return a function that adds an artifact, in the transaction that ends the job."""
+    """Return a function that adds an artifact. It runs in the transaction that ends the job."""
 
     def publish(session: Session) -> str:
         hold(session, context.blobs, [blob.digest for blob in made.blobs])
@@ -34,7 +34,10 @@ def publishes(context: TaskContext, made: Made) -> Publish:
 
 
 def publishes_package(context: TaskContext, model_id: str, manifest: Manifest) -> Publish:
-    """Return a function that adds a package with a stored manifest, in the transaction that ends the job."""
+    """Return a function that adds a package, whose manifest is stored already.
+
+    The function runs in the transaction that ends the job.
+    """
     whole = Blob(
         role=MANIFEST,
         media_type=MANIFEST_MEDIA_TYPE,
@@ -47,21 +50,24 @@ def publishes_package(context: TaskContext, model_id: str, manifest: Manifest) -
             model_id=model_id,
             digest=manifest.digest,
             k=manifest.k,
-            provenance={},  # in the manifest
+            provenance={},  # the manifest contains the provenance
             blobs=(whole, *(blob_of_layer(layer) for layer in manifest.layers)),
         ),
     )
 
 
 def open_parent(context: TaskContext, digest: str) -> tuple[Artifact, Manifest, Package]:
-    """Open a package to extend. Return its row, its manifest, and the package without additions."""
+    """Open a package that the job will extend.
+
+    Return its row, its manifest, and the package without the additions of earlier jobs.
+    """
     row = context.artifact(JobKind.PACKAGE, digest)
     manifest = Manifest.from_bytes(context.blobs.read(digest, limit=MAX_MANIFEST_BYTES))
     return row, manifest, Package(context.blobs, manifest.parent())
 
 
 def blob_of_layer(layer: Layer) -> Blob:
-    """Return the store's record of a layer."""
+    """Return the database's record of a layer."""
     return Blob(
         role=layer.role.value,
         media_type=layer.media_type,
@@ -80,7 +86,7 @@ def layer_of(artifact: Artifact, role: Role) -> Layer:
 
 
 def quantization_of(options: AnyOptions) -> Quantization:
-    """Return the scheme and the group size as the manifest names them. AutoRound makes int4 codes."""
+    """Return the scheme and the group size in the form of the manifest. The codes of AutoRound are int4."""
     scheme = Scheme.INT4 if isinstance(options, AutoRound) else Scheme(options.scheme)
     return Quantization(name=scheme, group_size=options.group_size)
 

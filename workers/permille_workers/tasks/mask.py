@@ -1,4 +1,4 @@
-"""The mask job: score the weights of a model, choose the mask, and write a report about it."""
+"""The mask job: score the weights of a model, select the mask, and write a report about it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from permille_workers.tasks.sources import Sampling, SourceModel, open_corpus, o
 
 Tensors = Mapping[str, NDArray[np.float32]]
 Request = FisherMaskCreate | WeightMaskCreate
-_SCORED = 0.9  # progress of the job when the weights are scored
+_SCORED = 0.9  # the job's progress when all weights are scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scored:
-    """The numbers by which the mask is selected: Fisher scores of a corpus, or the weights themselves."""
+    """The numbers that decide the mask: Fisher scores on a corpus, or the weights themselves."""
 
     tensors: Tensors
     provenance: Mapping[str, JSON]
@@ -35,7 +35,7 @@ class _Scored:
 
 
 def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
-    """Choose a mask. Long scoring is split into parts, which are jobs of their own.
+    """Select a mask. If the scoring takes long, split it into parts, which are jobs of their own.
 
     Raises:
         InputError: the options contradict each other, or the model or corpus is unusable.
@@ -131,10 +131,10 @@ def _score(context: TaskContext, model: SourceModel, request: FisherMaskCreate, 
 
 
 class _Shown(Mapping[str, NDArray[np.float32]]):
-    """The numbers that the report describes, computed one tensor at a time.
+    """The numbers that the report describes, computed for one tensor at a time.
 
-    These are the scores if there are any. A weight of 0 then has score 0, because a mask never selects it.
-    Without scores, they are the absolute weights.
+    With scores, they are the scores, but 0 for weights that are 0, because a mask never selects these.
+    Without scores, they are the absolute values of the weights.
     """
 
     def __init__(self, weights: Tensors, scores: Tensors | None) -> None:

@@ -1,7 +1,9 @@
 """The package job: combine a quantization of a model with a mask or an adapter.
 
-The package holds the codes, the masked values, the model's files and a reference. Before its row is
-written, the reader verifies it in the same way as on a device.
+The package holds the codes, the values of the selected weights, the model's files, and a reference. The
+reference has rows of public text and answers of the base model. With its rows, a device keeps a trained model
+close to the base model, and measures what the training costs on general text. Before the row of the package
+is written, the package is read and verified in the same way as on a device.
 """
 
 from typing import cast
@@ -34,7 +36,7 @@ from permille_workers.tasks.sources import (
 
 
 def run(context: TaskContext, request: PackageCreate) -> Publish:
-    """Make a package and verify it with the reader.
+    """Make a package, and verify it as a device does.
 
     Raises:
         InputError: the parts come from different models or weights.
@@ -48,8 +50,8 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
     for part in parts:
         if part.provenance["model"] != model.provenance:
             raise InputError(
-                f"The parts are of two models: {part.id} was made of {part.provenance['model']}, not of "
-                f"{model.provenance}."
+                f"The parts belong to different models: {part.id} was made from {part.provenance['model']}, "
+                f"not from {model.provenance}."
             )
     chosen = _adapter(request) if mask_row is None else _mask(context, mask_row)
     context.progress(0.2, "writing what is trained")
@@ -78,7 +80,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
 
 
 def _corpus_of(mask_row: Artifact | None, coded: QuantizationCreate) -> str | None:
-    """Return the corpus of the mask, or else the corpus on which the quantization was measured."""
+    """Return the id of the mask's corpus, or else of the corpus on which the quantization was measured."""
     if mask_row is not None:
         asked: FisherMaskCreate | WeightMaskCreate = parse_request(JobKind.MASK, mask_row.request)
         if isinstance(asked, FisherMaskCreate):
@@ -89,7 +91,7 @@ def _corpus_of(mask_row: Artifact | None, coded: QuantizationCreate) -> str | No
 def _with_reference(
     context: TaskContext, model: SourceModel, manifest: Manifest, corpus_id: str | None
 ) -> Manifest:
-    """Add a reference of corpus rows and chat answers. Without corpus and chat, add none."""
+    """Add a reference with rows of the corpus and chat answers. If there is neither, add none."""
     from permille.models.loading import FileChat, FileTokenizer
 
     folder, made = model.checkpoint.folder, dict[str, JSON](versions("tokenizers"))
@@ -108,7 +110,7 @@ def _with_reference(
 
 
 def _mask(context: TaskContext, mask_row: Artifact) -> ChosenMask:
-    """Return the mask as a package carries it."""
+    """Return the mask in the form that a package needs."""
     mask = read_mask(context.blobs, mask_row.digest)
     asked: FisherMaskCreate | WeightMaskCreate = parse_request(JobKind.MASK, mask_row.request)
     return ChosenMask(
@@ -122,7 +124,7 @@ def _mask(context: TaskContext, mask_row: Artifact) -> ChosenMask:
 def _adapter(request: PackageCreate) -> ChosenAdapter:
     adapter = request.adapter
     if adapter is None:
-        raise InputError("A package needs a mask or an adapter. Name one.")
+        raise InputError("A package needs a mask or an adapter. Give one of them.")
     return ChosenAdapter(
         kind=adapter.kind,
         rank=adapter.rank,

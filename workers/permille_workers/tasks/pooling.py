@@ -1,7 +1,8 @@
-"""The pooling job: train a state of a package's weights on public text, and add it to the package.
+"""The pooling job: train the selected weights of a package on public text, and add the result to the package.
 
-The package holds everything that the engine needs. A state is published only if it is surely better than
-the base on held-out text of the corpus.
+The result is called a pooled state. Devices can start their training from it. The engine needs nothing but
+the package. A state is published only if a statistical test shows that it is better than the base model on
+held-out text of the corpus.
 """
 
 from typing import cast
@@ -16,14 +17,14 @@ from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import open_parent, publishes_package
 from permille_workers.tasks.sources import Sampling, open_corpus, versions
 
-_TRAINED = 0.95  # share of the job's time until training ends
+_TRAINED = 0.95  # the job's progress when the training has ended
 
 
 def run(context: TaskContext, request: PoolingCreate) -> Publish:
-    """Train, judge, and publish a package with the state.
+    """Train a state, test whether it is better, and publish a package with it.
 
     Raises:
-        InputError: the text is too short, or the state is not surely better than the base.
+        InputError: the text is too short, or the state is not significantly better than the base model.
         PackageError: the package is damaged.
         RetryableError: the data set cannot be reached.
     """
@@ -51,8 +52,8 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
     losses = f"{found.loss_base:.4f} -> {found.loss_pooled:.4f} nats per token"
     if not found.better:
         raise InputError(
-            f"The state is not surely better than the base on held-out text: {losses}. Train longer, or on "
-            "text that is nearer to what devices have."
+            f"The state is not surely better than the base on held-out text (loss {losses}). Train longer, "
+            "or on text that is more similar to the text on devices."
         )
     context.progress(_TRAINED, f"publishing: held-out loss {losses}")
     made = write_pooled(

@@ -1,7 +1,7 @@
 """The quantization job: it writes the codes of the linear weights, all other tensors, and a report.
 
 The report has the errors of the codes. Most schemes need only the weights. auto-round also needs a corpus,
-and calibrates all layers in one run (ADR 13).
+on which it calibrates all layers in one run (ADR 13).
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from permille.models.gguf.codes import KeptModel
 
 
-_QUANTIZED = 0.6  # progress of the job when the weights are quantized
+_QUANTIZED = 0.6  # the job's progress when all weights are quantized
 _EVALUATION_SEED = 0
 _LONGEST_EVALUATION = 512
 
@@ -52,12 +52,12 @@ _CALIBRATION_SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codes:
-    """A dense layer's codes and where they come from.
+    """The codes of a dense layer (all linear weights), and where they come from.
 
     Attributes:
-        tensors: a function. Each call yields all tensors from the start.
-        corpus_read: a record of the rows that calibration has read.
-        used: for each corpus, how many tokens calibration has used.
+        tensors: a function. Each call returns an iterator over all tensors.
+        corpus_read: a record of the rows that the calibration has read.
+        used: for each corpus id, how many tokens the calibration has used.
     """
 
     tensors: Callable[[], Tensors]
@@ -115,8 +115,8 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
 def _coded(context: TaskContext, model: SourceModel, options: AnyOptions, how: Quantization) -> Codes:
     """Return the codes for these options.
 
-    Each pass over nf4, int4 and int8 rounds the weights again. That is cheaper than reading stored codes, and
-    holds one tensor at a time.
+    For nf4, int4 and int8, each pass over the codes rounds the weights again. This is cheaper than to read
+    stored codes, and only one tensor is in memory at a time.
     """
     checkpoint = model.checkpoint
     if isinstance(options, AutoRound):
@@ -140,7 +140,7 @@ def _source_codes(model: SourceModel) -> Codes:
     kept = _kept(model)
     if kept is None:
         raise InputError(
-            "Scheme source keeps the codes of a GGUF file, and this model has none. Add the model with "
+            "The scheme `source` keeps the codes of a GGUF file, and this model has none. Add the model with "
             "--gguf, or choose another scheme."
         )
     kept.check_codes()
@@ -151,7 +151,7 @@ def _source_codes(model: SourceModel) -> Codes:
 
 
 def _kept(model: SourceModel) -> "KeptModel | None":
-    """Return the model with its GGUF file, or None if it was added without one."""
+    """Return the model together with its GGUF file, or None if it was not added from a GGUF file."""
     if model.gguf is None:
         return None
     from permille.models.gguf.codes import KeptModel
@@ -160,7 +160,7 @@ def _kept(model: SourceModel) -> "KeptModel | None":
 
 
 def _measured(context: TaskContext, checkpoint: Checkpoint, coded: Tensors, errors: ErrorReport) -> Tensors:
-    """Yield the tensors unchanged, and measure the error of each on the way."""
+    """Yield the tensors unchanged. Add the error of each one to `errors`."""
     number = len(scoped_tensors(checkpoint.config))
     for index, (name, quantized) in enumerate(coded):
         context.progress(_QUANTIZED * (index + 1) / number, f"quantize {index + 1}/{number}")
@@ -171,7 +171,10 @@ def _measured(context: TaskContext, checkpoint: Checkpoint, coded: Tensors, erro
 def _perplexity(
     context: TaskContext, model: SourceModel, request: QuantizationCreate, coded: Codes
 ) -> dict[str, object] | None:
-    """Measure perplexity before and after, where possible on text that calibration has not used."""
+    """Measure the perplexity before and after quantization.
+
+    If possible, use text that calibration has not used.
+    """
     if request.evaluation_corpus_id is None:
         return None
     from permille.models.loading import FileTokenizer
@@ -215,9 +218,9 @@ def _perplexity(
 
 
 def calibrated_codes(context: TaskContext, checkpoint: Checkpoint, options: AutoRound) -> Codes:
-    """Calibrate all dense tensors by auto-round.
+    """Calibrate all dense tensors with auto-round.
 
-    This runs in one piece and does not notice a cancel. The supervisor of the worker ends it.
+    This is a single long call, which does not notice a cancellation. The supervisor kills it then.
 
     Raises:
         InputError: auto-round does not support the model, or the text is too short.
@@ -226,13 +229,13 @@ def calibrated_codes(context: TaskContext, checkpoint: Checkpoint, options: Auto
     """
     if importlib.util.find_spec("auto_round") is None:
         raise OperatorError(
-            'auto-round is not installed on this worker: pip install "permille[workers,evaluate]"'
+            'auto-round is not installed on this worker. Run: pip install "permille[workers,evaluate]"'
         )
     from permille.models.loading import FileTokenizer, load_model
     from permille.quantization.rounding import rounded_int4
 
     corpus = open_corpus(context, options.calibration_corpus_id)
-    context.progress(0.0, "reading the text to calibrate on")
+    context.progress(0.0, "reading the calibration text")
     length = min(options.calibration_length, int(checkpoint.config.get("max_position_embeddings", 1 << 30)))
     sampling = Sampling(number=options.calibration_sequences, length=length, seed=_CALIBRATION_SEED)
     sequences = corpus.sequences(FileTokenizer(checkpoint.folder), sampling)

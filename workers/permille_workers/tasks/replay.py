@@ -1,9 +1,11 @@
 """The replay job: replay an uploaded log, and compare the result with the digest that the device reports.
 
-A device may send a packed state in place of a log. The state is decoded and compared in the same way. If
-the device reduces the strength of its state, the digest at that strength is compared as well. A malformed,
-foreign or oversized upload is refused with a reason, and the job itself succeeds. Uploads are untrusted:
-they are read with a limit, decoded by the strict reader, and never executed.
+A device may send a packed state instead of a log. The state is decoded, and compared in the same way. A
+device can use its state at a reduced strength, which multiplies all changes of weights by a number of
+eighths. If it does so, the digest of the reduced state is compared as well.
+
+If an upload is malformed, foreign or too large, it is refused with a reason, and the job itself succeeds.
+Uploads are not trusted: they are read with a limit, decoded strictly, and never executed.
 """
 
 from dataclasses import dataclass
@@ -32,11 +34,11 @@ from permille_workers.runtime.context import Publish, TaskContext
 
 
 def run(context: TaskContext, request: ReplayRequest) -> Publish:
-    """Replay the log of a run, or read its state.
+    """Replay the log of a run, or decode its state, and record the verdict.
 
     Raises:
-        InputError: the run or its log is gone.
-        RetryableError: a stored blob is missing or damaged, so the log is neither verified nor refused.
+        InputError: the run or its log was deleted.
+        RetryableError: a stored blob is missing or damaged, so the log can neither be verified nor refused.
     """
     with context.db.read() as session:
         row = runs.get(session, tenant_id=context.claim.tenant_id, run_id=request.run_id)
@@ -61,7 +63,8 @@ def run(context: TaskContext, request: ReplayRequest) -> Publish:
 
 
 def verdict_of_replay(context: TaskContext, run_row: Run, data: bytes) -> LogVerdict:
-    """Decode a log or state, check its package, replay it, and compare it with the device's digests.
+    """Decode a log or state, check its package, replay a log, and compare the result with the device's
+    digests.
 
     Raises:
         RetryableError: the manifest of the package cannot be read from the blob store.
@@ -88,23 +91,23 @@ def verdict_of_replay(context: TaskContext, run_row: Run, data: bytes) -> LogVer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Reached:
-    """The state at the end of a log, or the state that was sent in place of a log."""
+    """The state at the end of a log, or the state that was sent instead of a log."""
 
     s_K: NDArray[np.int64]
     mask_digest: str
     step_unit_exponent: int
 
     def digest(self, eighths: int = EIGHTHS) -> str:
-        """Compute the digest of the state at a strength."""
+        """Compute the digest of the state at a strength of this number of eighths."""
         s_K = scaled(self.s_K, eighths)
         return state_digest(s_K, mask_digest=self.mask_digest, step_unit_exponent=self.step_unit_exponent)
 
 
 def _difference(claimed: object, found: str) -> str | None:
-    """Describe how the device's digest differs. Return None if it does not, or if the device sent none."""
+    """Describe how the device's digest differs. Return None if it is equal, or if the device sent none."""
     if claimed is None or claimed == found:
         return None
-    return f"state-differs: the device reports {claimed}, the replay gives {found}"
+    return f"state-differs: the device reports {claimed}, but the replay gives {found}"
 
 
 def _replayed_log(context: TaskContext, data: bytes, manifest: Manifest) -> _Reached:
@@ -122,7 +125,9 @@ def _decoded_state(_: TaskContext, data: bytes, manifest: Manifest) -> _Reached:
     mask_digest = manifest.mask_digest
     state.check_binding(package_digest=manifest.digest, mask_digest=mask_digest, k=manifest.k)
     if state.header.origin is not StateOrigin.PERSONAL:
-        raise PackageError("state-binding", f"The state is {state.header.origin}, not personal")
+        raise PackageError(
+            "state-binding", f"The origin of the state must be personal, got {state.header.origin}"
+        )
     return _Reached(
         s_K=state.s_K, mask_digest=mask_digest, step_unit_exponent=state.header.step_unit_exponent
     )
@@ -133,7 +138,7 @@ def _manifest(context: TaskContext, run_row: Run) -> Manifest:
     try:
         context.artifact(JobKind.PACKAGE, digest)
     except NotFoundError as exc:
-        raise PackageError("log-foreign", f"The package {digest} is none of this service's") from exc
+        raise PackageError("log-foreign", f"The package {digest} does not belong to this service") from exc
     try:
         return Manifest.from_bytes(context.blobs.read(digest, limit=MAX_MANIFEST_BYTES))
     except PackageError as exc:
@@ -153,5 +158,5 @@ def _check_bound_to(log: CanonicalLog, manifest: Manifest) -> None:
     if (header.package_digest, header.mask_digest, header.counts) != expected:
         raise PackageError(
             "log-foreign",
-            f"The log is of package {header.package_digest}, the run of {manifest.digest}",
+            f"The log belongs to package {header.package_digest}, but the run to package {manifest.digest}",
         )

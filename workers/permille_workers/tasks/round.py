@@ -1,12 +1,12 @@
 """The round job: combine the contributions of a round into one step of the federation's state.
 
 A closing round accepts no more contributions. The result leaves the process only in the transaction that
-publishes it. After a kill, a second attempt therefore makes the same bytes. In a private round, it draws new
-noise, or gets the keeper's earlier answer again.
+publishes it. So if the process is killed, a second attempt makes the same bytes. In a private round, the
+second attempt draws new noise, or gets the keeper's earlier answer again.
 
-In the mode `keeper`, this process never sees a device's integers. It asks the keeper over HTTPS for the
-noised sum. The keeper stores its answer to a set of devices, and repeats that answer. The job is retried
-while the keeper is down.
+In the mode `keeper`, this process never sees the integers of a device. It asks the keeper over HTTPS for the
+sum of the devices' masks minus noise, and only learns the noised sum of the integers. The keeper stores its
+answer for a set of devices, and gives the same answer again. While the keeper is down, the job is retried.
 """
 
 import http.client
@@ -52,7 +52,7 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
     """Combine the received contributions, and publish the federation's next state.
 
     Raises:
-        InputError: another round is closing.
+        InputError: the federation is at another round.
         OperatorError: the stored history or a stored contribution is damaged.
     """
     tenant_id = context.claim.tenant_id
@@ -60,7 +60,7 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
         row = rows.get(session, Federation, tenant_id=tenant_id, row_id=request.federation_id)
         definition = Definition.from_bytes(row.definition)
         if row.number != request.number:
-            raise InputError(f"Round {row.number} is closing, not round {request.number}.")
+            raise InputError(f"The federation is at round {row.number}, not at round {request.number}.")
         way = history.newest_way(session, row)
         received = contributions.received(session, federation_id=row.id, number=request.number)
     context.progress(0.0, "reading the state")
@@ -82,7 +82,7 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
 
 
 def close(history: History, received: Sequence[Received], keeper_token: str | None = None) -> Ended | str:
-    """Compute the result of a round and apply it to `history`, or return the reason why the round is void."""
+    """Compute the result of a round and apply it to `history`. If the round is void, return the reason."""
     definition = history.definition
     try:
         made, gains = _combined(definition, history.number, received, keeper_token)
@@ -104,7 +104,7 @@ def close(history: History, received: Sequence[Received], keeper_token: str | No
 def _combined(
     definition: Definition, number: int, received: Sequence[Received], keeper_token: str | None
 ) -> tuple[Round, tuple[float, float] | None]:
-    """Return the round, with mean and standard error of its gains in nats per token, or None."""
+    """Return the round, and the mean and standard error of its gains in nats per token (None: unknown)."""
     sent = [_decode(definition, one) for one in received]
     if definition.privacy is not None:
         sum_V = private_sum(definition, number, sent, keeper_token)
@@ -118,7 +118,7 @@ def _decode(definition: Definition, one: Received) -> Contribution | Masked:
     try:
         return decode_sent(one.data, definition, decode_key(one.public_key), one.place)
     except PackageError as exc:
-        raise OperatorError(f"What {one.device_id} sent has changed in the database: {exc}") from exc
+        raise OperatorError(f"The contribution of {one.device_id} is damaged in the database: {exc}") from exc
 
 
 def _history(definition: Definition, way: Way) -> History:
@@ -139,7 +139,10 @@ def _history(definition: Definition, way: Way) -> History:
 
 
 def _gains(definition: Definition, gains: Sequence[int]) -> tuple[float, float] | None:
-    """Return mean and standard error of the gains in nats per token, or None for fewer than two devices."""
+    """Return the mean and the standard error of the gains in nats per token.
+
+    Return None for fewer than two devices.
+    """
     if len(gains) < 2:
         return None
     unit = GAIN_NATS / definition.gain_bound
@@ -147,8 +150,8 @@ def _gains(definition: Definition, gains: Sequence[int]) -> tuple[float, float] 
 
 
 KEEPER_PATH: Final = "/v1/sums"
-_TIMEOUT_S: Final = 60.0  # between two bytes
-_LONGEST_S: Final = 300.0  # of a question, as the keeper has it
+_TIMEOUT_S: Final = 60.0  # longest time between two bytes
+_LONGEST_S: Final = 300.0  # longest time for the whole answer; the keeper has the same limit
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +159,7 @@ _log = logging.getLogger(__name__)
 def private_sum(
     definition: Definition, number: int, sent: Sequence[Contribution | Masked], keeper_token: str | None
 ) -> NDArray[np.int64]:
-    """Return the noised sum of the devices' vectors, int64 [V], with the gain as the last element.
+    """Return the noised sum of the devices' vectors, int64 [V]. Its last element is the sum of the gains.
 
     Raises:
         RetryableError: the keeper does not answer.
@@ -165,7 +168,7 @@ def private_sum(
     masked = [each for each in sent if isinstance(each, Masked)]
     plain = [each for each in sent if isinstance(each, Contribution)]
     if definition.privacy is None or bool(masked) == bool(plain):
-        raise InputError("A private round takes plain or masked contributions, not both.")
+        raise InputError("The contributions to a private round must be all plain or all masked.")
     if plain:
         return noised_sum(definition, number, plain, draw_round_noise(definition))
     opening = opening_of(definition, number, masked)
@@ -176,17 +179,19 @@ def ask_keeper(opening: Opening, token: str | None) -> NDArray[np.uint32]:
     """Ask the keeper for the sum of the devices' masks minus noise, uint32 [V].
 
     Raises:
-        RetryableError, OperatorError: as `private_sum`.
+        RetryableError: the keeper does not answer.
+        OperatorError: the keeper refuses, or the settings have no token for it.
     """
     found: queue.SimpleQueue[NDArray[np.uint32] | Exception] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
             found.put(_ask(opening, token))
-        except Exception as exc:  # noqa: BLE001 - raised below
+        except Exception as exc:  # noqa: BLE001 - the waiting thread raises it
             found.put(exc)
 
-    threading.Thread(target=ask, daemon=True).start()  # a slow answer ends with this attempt's process
+    # If the answer takes too long, this daemon thread ends together with the process of this attempt.
+    threading.Thread(target=ask, daemon=True).start()
     try:
         answer = found.get(timeout=_LONGEST_S)
     except queue.Empty:
@@ -197,7 +202,7 @@ def ask_keeper(opening: Opening, token: str | None) -> NDArray[np.uint32]:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Treat a redirect as a refusal, so that the token is sent to no host but the definition's keeper."""
+    """Handler that treats a redirect as a refusal, so that only the definition's keeper gets the token."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -209,7 +214,7 @@ def _ask(opening: Opening, token: str | None) -> NDArray[np.uint32]:
         raise InputError("This federation has no keeper.")
     if token is None:
         raise OperatorError("Set PERMILLE_KEEPER_TOKEN to the token that `permille-keeper init` showed.")
-    question = urllib.request.Request(  # noqa: S310 - a definition's url is https, or of this machine
+    question = urllib.request.Request(  # noqa: S310 - the URL of a keeper is https or loopback
         privacy.keeper.url.rstrip("/") + KEEPER_PATH,
         data=opening.to_bytes(),
         headers={"authorization": f"Bearer {token}", "content-type": "application/octet-stream"},
@@ -223,13 +228,13 @@ def _ask(opening: Opening, token: str | None) -> NDArray[np.uint32]:
         if exc.code >= 500 or exc.code == 429:
             raise RetryableError(f"The keeper cannot answer now ({exc.code}): {reason}") from exc
         raise OperatorError(f"The keeper refuses ({exc.code}): {reason}") from exc
-    except (OSError, http.client.HTTPException, PackageError) as exc:  # also half an answer
+    except (OSError, http.client.HTTPException, PackageError) as exc:  # also if the answer is incomplete
         raise RetryableError(f"The keeper at {privacy.keeper.url} does not answer: {exc}") from exc
 
 
 def _reason(refusal: urllib.error.HTTPError) -> str:
-    """Return the text of a refusal, or the error that interrupted it."""
+    """Return the text of a refusal, or the error that occurred while it was read."""
     try:
         return refusal.read(1000).decode(errors="replace")
     except (OSError, http.client.HTTPException) as exc:
-        return f"nothing more: {exc}"
+        return f"the reason could not be read: {exc}"

@@ -1,9 +1,10 @@
 """The shard job, and how a long mask job is split and joined.
 
-A shard job sums the squared gradients of some of a mask's sequences. A long mask job draws its sequences,
-stores them for its parts, and adds one shard job for each range of `shard_ranges` in
-`permille.sensitivity.scores`. The ranges do not depend on the workers. The next attempt of the mask job
-adds the sums in the order of the shards. If a sum was removed after a failure, its shard runs again.
+A shard job sums the squared gradients of a part of a mask job's sequences. A long mask job draws its
+sequences, stores them for its parts, and adds a shard job for each range that
+`permille.sensitivity.scores.shard_ranges` returns. The ranges do not depend on the number of workers. When
+all shards are done, the next attempt of the mask job adds their sums in the order of the shards. If a sum was
+removed after a failure, its shard runs again.
 """
 
 import json
@@ -28,7 +29,7 @@ _PLAN_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Sequences of a corpus, their source, and the report on reading the corpus."""
+    """Sequences that were drawn from a corpus, where they come from, and the report on reading the corpus."""
 
     tokens_NT: NDArray[np.int64]
     provenance: dict[str, JSON]
@@ -36,17 +37,17 @@ class Drawn:
 
 
 def run(context: TaskContext, request: ShardRequest) -> Publish:
-    """Sum the squared gradients of a shard, and return the digest of the sums to the mask job.
+    """Sum the squared gradients of a shard. The result of the job is the digest of the sums.
 
     Raises:
-        InputError: the job is no part of a mask job, or the model is unusable.
+        InputError: the job is not part of a mask job, or the model is unusable.
         PackageError: the stored sequences are missing or damaged.
     """
     from permille.sensitivity.fisher import shard_sums
     from permille_workers.tasks.compute import open_torch_model
 
     if context.claim.parent_id is None:
-        raise InputError("A shard is a part of a mask job and does not run alone. Ask for a mask.")
+        raise InputError("A shard is a part of a mask job and cannot run alone. Request a mask instead.")
     shared = context.shared(context.claim.parent_id)
     drawn = _load(shared, request.plan)
     context.progress(0.0, "loading the model")
@@ -73,7 +74,7 @@ def drawn_before(context: TaskContext) -> Drawn | None:
 
 
 def split_or_join(context: TaskContext, request: FisherMaskCreate, drawn: Drawn) -> PartsToAdd | Scores:
-    """Return the shards that have no sums yet, or the joined scores if all shards have.
+    """Return the shards that have no sums yet. If all shards have sums, join them and return the scores.
 
     Raises:
         PackageError: a sum is damaged.
@@ -108,7 +109,10 @@ def _request(request: FisherMaskCreate, plan: str, shard: range, dtype: Dtype) -
 
 
 def _results(context: TaskContext) -> Mapping[tuple[str, int, str], str]:
-    """Return the digests of sums, the newest for each plan, first sequence and dtype."""
+    """Return the digest of the newest sums for each plan, first sequence and dtype.
+
+    A plan is the digest of the stored sequences.
+    """
     with context.db.read() as session:
         found = claims.results_of_parts(session, context.claim)
     asked = [(ShardRequest.model_validate(dict(payload)), digest) for payload, digest in found]
@@ -116,7 +120,10 @@ def _results(context: TaskContext) -> Mapping[tuple[str, int, str], str]:
 
 
 def _store(shared: BlobFolder, drawn: Drawn) -> str:
-    """Store the tokens as little-endian uint32, and their description. Return its digest."""
+    """Store the tokens as little-endian uint32, and a description of them.
+
+    Return the digest of the description.
+    """
     described = {
         "shape": list(drawn.tokens_NT.shape),
         "tokens": shared.put_bytes(drawn.tokens_NT.astype("<u4").tobytes()),

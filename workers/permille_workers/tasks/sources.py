@@ -1,7 +1,7 @@
-"""Inputs of jobs: the folder of a registered model, the texts of a registered corpus.
+"""Inputs of jobs: the folder of a registered model, and the texts of a registered corpus.
 
-The first job that reads a model stores the digest of its files. A later job refuses a folder whose files have
-changed. So the mask, the quantization and the values of a package come from the same weights.
+The first job that reads a model stores the digest of its files. If the files have changed since, a later job
+refuses them. So the mask, the quantization and the values of a package come from the same weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ _CORPUS_SOURCE: TypeAdapter[FileCorpus | StreamedCorpus] = TypeAdapter(CorpusSou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceModel:
-    """A registered model whose files were checked.
+    """A registered model whose files have been checked.
 
     Attributes:
         gguf: the GGUF file from which the checkpoint was made, or None.
@@ -60,7 +60,7 @@ class SourceModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Choice of sequences of a corpus: number, length, seed, and how many to skip first."""
+    """Which sequences to draw from a corpus: their number, length and seed, and how many to skip first."""
 
     number: int
     length: int
@@ -70,7 +70,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
-    """Token sequences [N, T] of a corpus, and a report: how many rows were read, and bad rows by reason."""
+    """Token sequences [N, T] of a corpus, and a report of the rows that were read and those that were bad."""
 
     tokens_NT: NDArray[np.int64]
     read: dict[str, object]
@@ -78,17 +78,17 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceCorpus:
-    """A registered corpus, and how its texts are read."""
+    """A registered corpus, with a function that reads its texts."""
 
     texts: Callable[[ReadReport], Iterator[str]]
     provenance: dict[str, JSON]
 
     def sequences(self, tokenizer: Tokenizer, sampling: Sampling) -> Sequences:
-        """Take sequences of the usable texts.
+        """Draw sequences from the usable texts.
 
         Raises:
-            InputError: too little text, too many rows that cannot be used, or a truncated file.
-            RetryableError: a data set that cannot be reached.
+            InputError: there is too little text, too many rows are unusable, or the file is truncated.
+            RetryableError: the data set cannot be reached.
         """
         report = ReadReport()
         asked = (sampling.number, sampling.length, sampling.seed)
@@ -97,7 +97,7 @@ class SourceCorpus:
 
 
 def open_model(context: TaskContext, model_id: str) -> SourceModel:
-    """Find (or download) the model's folder, check it, and store its facts at the first use.
+    """Find or download the model's folder, and check it. At its first use, store facts about the model.
 
     Raises:
         InputError: the folder is unusable, or its files have changed since the first job.
@@ -113,8 +113,8 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
     digest = checkpoint.digest()
     if row.digest is not None and row.digest != digest:
         raise InputError(
-            f"The files of {model_id} have changed: their digest was {row.digest} and is {digest}. Restore "
-            "them, or register the folder as another model."
+            f"The files of {model_id} have changed: their digest was {row.digest} and is now {digest}. "
+            "Restore the files, or register the folder as another model."
         )
     if row.digest is None:
         facts = model_facts(checkpoint, digest)
@@ -129,7 +129,12 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
 
 
 def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
-    """Open a corpus. Raises NotFoundError if it is unknown, InputError if its file is missing."""
+    """Open a corpus.
+
+    Raises:
+        NotFoundError: there is no such corpus.
+        InputError: its file is missing.
+    """
     tenant_id = context.claim.tenant_id
     with context.db.read() as session:
         row = rows.get(session, Corpus, tenant_id=tenant_id, row_id=corpus_id)
@@ -138,7 +143,7 @@ def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
     if isinstance(source, FileCorpus):
         path = resolve_inside(root, source.path, what="file")
         return SourceCorpus(
-            # Resolve the path again before reading: it may have become a link that leads outside.
+            # Resolve the path again before each read. It may have become a link out of the root.
             texts=lambda report: file_texts(resolve_inside(root, source.path, what="file"), report),
             provenance={"kind": "file", "location": source.path, "digest": digest_of_file(path)},
         )
@@ -149,7 +154,10 @@ def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
 
 
 def versions(*libraries: str) -> dict[str, JSON]:
-    """Return the versions of permille and of libraries whose version can change the result's bits."""
+    """Return the versions of permille, NumPy and the named libraries.
+
+    They can change the bits of a result.
+    """
     from importlib.metadata import version
 
     found: dict[str, JSON] = {name: version(name) for name in sorted(libraries)}
@@ -157,7 +165,7 @@ def versions(*libraries: str) -> dict[str, JSON]:
 
 
 def _locate(context: TaskContext, source: AnyModel, root: Path) -> tuple[Path, dict[str, JSON], Path | None]:
-    """Return a model's folder, its entry in the provenance, and the GGUF file that the folder is made of."""
+    """Return a model's folder, its entry in the provenance, and its GGUF file (None: it has none)."""
     match source:
         case SparsifiedModel():
             made = context.artifact(JobKind.SPARSIFICATION, source.sparsification_id)
@@ -182,7 +190,7 @@ def _locate(context: TaskContext, source: AnyModel, root: Path) -> tuple[Path, d
 
 
 def model_facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
-    """Collect the facts to store about a model."""
+    """Return the facts about a model that the database stores."""
     return ModelFacts(
         family=checkpoint.family.value,
         config=dict(checkpoint.config),
@@ -198,10 +206,10 @@ def model_facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
 def evaluation_sequences(
     tokenizer: Tokenizer, corpus: SourceCorpus, wanted: Sampling
 ) -> tuple[Sequences, bool]:
-    """Return sequences for evaluation, and whether none is among the corpus's first `wanted.skip` sequences.
+    """Return sequences for evaluation, and whether they are held out.
 
-    If the corpus is too small, halve the number of sequences. As a last resort, start at the first sequence,
-    which the job may have used already.
+    They are held out if they come after the first `wanted.skip` sequences of the corpus, which the job may
+    have used. If the corpus is too small, halve the number of sequences. As a last resort, skip no sequences.
     """
     for skip in dict.fromkeys((wanted.skip, 0)):
         number = wanted.number

@@ -1,8 +1,8 @@
-"""The sparsification job: a copy of a model with weights set to zero, registered as a model.
+"""The sparsification job: copy a model, set some weights of the copy to zero, and register it as a model.
 
 The job makes the copy in its work folder, one decoder layer at a time. It then links the complete copy below
-the model root, in a folder named by its digest. Equal requests make equal files, which are stored once.
-The rows of the model and of the result are written in the transaction that ends the job.
+the model root, in a folder that is named after the copy's digest. Equal requests make equal files, which are
+stored once. The rows of the model and of the result are written in the transaction that ends the job.
 """
 
 import math
@@ -42,15 +42,15 @@ from permille_workers.tasks.sources import (
     versions,
 )
 
-_READ, _BEFORE_STEPS, _PRUNED = 0.03, 0.3, 0.95  # shares of the job's time
+_READ, _BEFORE_STEPS, _PRUNED = 0.03, 0.3, 0.95  # the job's progress at the end of each phase
 
 
 def run(context: TaskContext, request: SparsificationCreate) -> Publish:
     """Make a model sparse.
 
     Raises:
-        InputError: the model is already that sparse, the pattern does not divide its rows, the text is too
-            short, or another model has taken the name in the meantime.
+        InputError: the model is already as sparse as requested, the length of its rows is not a multiple of
+            the pattern, the text is too short, or another model has taken the name in the meantime.
         RetryableError: the hub or the data set cannot be reached.
     """
     context.progress(0.0, "opening the model")
@@ -84,7 +84,7 @@ def run(context: TaskContext, request: SparsificationCreate) -> Publish:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sparse:
-    """A sparse model, its provenance and report."""
+    """A sparse model, its provenance, and the content of its report."""
 
     folder: Path
     provenance: dict[str, JSON]
@@ -92,7 +92,7 @@ class _Sparse:
 
 
 def _made(context: TaskContext, model: SourceModel, request: SparsificationCreate) -> _Sparse:
-    """Draw rows of the corpus, make the model in the work folder, and report its cost."""
+    """Draw sequences from the corpus, make the model in the work folder, and report what it costs."""
     from permille.models.loading import FileTokenizer
 
     corpus = open_corpus(context, request.corpus_id)
@@ -161,7 +161,10 @@ def _pruned(
     text: PruningText,
     trained_MT: NDArray[np.int64] | None,
 ) -> tuple[Path, PruningReport, float | None]:
-    """Prune, and fine-tune if requested. Return model, report of pruning, and final loss or None."""
+    """Prune the model, and fine-tune it if requested.
+
+    Return its folder, the report of the pruning, and the final loss (None: not measured).
+    """
     from permille.models.loading import load_model
     from permille.pruning.recovery import recover_model
     from permille.quantization.perplexity import perplexity
@@ -201,13 +204,20 @@ def _pruned(
 
 
 def _recovery_fields(recovery: Recovery) -> dict[str, JSON]:
-    """Return the manifest's record of a recovery, which has no floats."""
+    """Return a recovery in the form of the provenance.
+
+    Floats become texts, because provenance has no floats.
+    """
     told = recovery.model_dump(mode="json")
     return {name: decimal_text(value) if isinstance(value, float) else value for name, value in told.items()}
 
 
 def _row(name: str, rows: Sequence[LinearReport]) -> dict[str, object]:
-    """Return the share of zeros of several linears together, and their error `|(W - W') X| / |W X|`."""
+    """Return a row of the report for several linears together: their share of zeros, and their relative
+    error.
+
+    The relative error is `|(W - W') X| / |W X|`, where W' are the pruned weights and X the inputs.
+    """
     error, norm = math.fsum(row.error for row in rows), math.fsum(row.norm for row in rows)
     return {
         "name": name,
@@ -232,12 +242,16 @@ def _perplexity(
 
 
 def _install(made: Path, final: Path, *, mark: str) -> None:
-    """Install a folder atomically, unless it exists already. `mark` names the job's temporary folder."""
+    """Copy a folder to its final place atomically, unless it exists already.
+
+    Args:
+        mark: a part of the temporary folder's name that is unique to the job.
+    """
     final.parent.mkdir(parents=True, exist_ok=True)
     incoming = final.parent / f".{mark}"
     shutil.rmtree(incoming, ignore_errors=True)
     with suppress(FileNotFoundError):
-        os.utime(final)  # look new, so that no collection removes it before a row names it
+        os.utime(final)  # make it look new, so that no collection removes it before a row names it
         return
     shutil.copytree(made, incoming, copy_function=_link)
     fsync_folder(incoming)
@@ -245,13 +259,13 @@ def _install(made: Path, final: Path, *, mark: str) -> None:
         incoming.replace(final)
     except OSError:
         shutil.rmtree(incoming)
-        if not final.is_dir():  # else another job was faster
+        if not final.is_dir():  # otherwise another job has installed the same folder meanwhile
             raise
     fsync_folder(final.parent)
 
 
 def _link(source: str, target: str) -> None:
-    """Link a file, or make a durable copy if the target is on another file system."""
+    """Make a hard link to a file, or a durable copy if the target is on another file system."""
     try:
         os.link(source, target)
     except OSError:
