@@ -25,10 +25,10 @@ EXIT_USAGE, EXIT_RETRY = 2, 75
 """Exit statuses. 75 (EX_TEMPFAIL of sysexits.h) tells a supervisor to start the process again later."""
 SHUTDOWN_S = 5
 COLLECT_AFTER = 10_000
-"""Number of new objects after which garbage is collected.
+"""Number of new objects after which Python collects garbage.
 
-Python's default is 700. A request makes some hundred objects, and a page of results many more, but few of
-them are cycles that need a collection.
+A request makes some hundred objects, and a page with all its rows some ten thousand. Few of them form cycles,
+so more frequent collections would find nothing.
 """
 
 

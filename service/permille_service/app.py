@@ -121,7 +121,8 @@ def create_app(settings: Settings) -> FastAPI:
         # FastAPI's own page loads its scripts from a CDN. `console` serves the same page without one.
         docs_url=None,
         redoc_url=None,
-        # A redirect's Location would come from the Host header, so a wrong path is a 404.
+        # Answer a path with a wrong slash at its end with 404. A redirect would repeat the Host header, which
+        # the caller chooses.
         redirect_slashes=False,
         routes=_routes(),
         lifespan=_closing(service),
@@ -144,9 +145,9 @@ def create_app(settings: Settings) -> FastAPI:
 
 @cache
 def _routes() -> list[BaseRoute]:
-    """Return the routes. They hold no state, so all apps of a process share them once they are resolved."""
+    """Return the routes. They hold no state, so all apps of a process can share them."""
     api = APIRouter(
-        # Starlette takes the last of repeated query parameters, and a proxy may check the first.
+        # Refuse repeated query parameters. Starlette takes the last one, and a proxy may check the first.
         dependencies=[Depends(check_given_once)],
         generate_unique_id_function=problems.operation_id,
     )

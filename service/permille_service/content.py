@@ -77,8 +77,8 @@ def blob_response(
     try:
         size = blobs.size(digest)
     except PackageError as exc:
-        # A row of the database names the blob. So the store has lost it, or is still being copied from
-        # elsewhere. This is not the client's mistake.
+        # A row of the database names the blob. So the store has lost the blob, or the store is still being
+        # copied from elsewhere. This is not the client's mistake.
         raise ApiError(ProblemType.UNAVAILABLE, f"the blob {digest} is not in the blob store") from exc
     etag = f'"{digest}"'
     headers = {"ETag": etag, "Cache-Control": CACHE_CONTROL}

@@ -1,4 +1,4 @@
-"""The objects that all endpoints share: a record of them, and a dependency that provides it.
+"""The objects that all endpoints share: a record of them, and a dependency that provides it. For example:
 
 def list_devices(service: Served) -> Page[Device]: ...
 """

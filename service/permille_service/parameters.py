@@ -95,7 +95,7 @@ NumberPaging = Annotated[Window, Depends(_number_window)]
 
 async def check_given_once(request: Request) -> None:
     """Refuse a query with a repeated parameter. FastAPI would silently take the last value."""
-    # Nearly all requests have at most one parameter, so nothing can repeat.
+    # Nearly all requests return here: with at most one parameter, none can repeat.
     if b"&" not in request.scope["query_string"]:
         return
     names = _query_names(request.scope["route"].dependant)

@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 5
 UNANSWERED = "the database did not answer in time"
 _FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
-# A file has reached its maximum size (ulimit -f), the disk is read-only or broken, or the folder belongs to
-# another user.
+# The disk is full, read-only or broken, a file has reached its maximum size (ulimit -f), or the folder
+# belongs to another user.
 _DISK_ERRNOS = _FULL_ERRNOS | {errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES}
 _TYPE_OF_STATUS = {
     400: ProblemType.BAD_REQUEST,

@@ -86,7 +86,7 @@ Allowed = TypeVar("Allowed")
 
 
 def find_principal(service: Service, secret: str) -> Principal | None:
-    """Return the principal of a bearer token, and note that it was seen.
+    """Return the principal of a bearer token, and record when it was seen.
 
     Return None if the token is unknown, expired or revoked.
     """
@@ -264,9 +264,9 @@ def note_version(service: Service, device: DevicePrincipal, version: int) -> Non
 
 
 def _note_seen(service: Service, touch: Callable[[Session], None]) -> None:
-    """Note that a principal was seen. If the write fails, log a warning, so that reads still work."""
+    """Run `touch` in a write transaction. If this fails, only log a warning, so that reads still work."""
     try:
         with service.database.write() as session:
             touch(session)
     except OperationalError as exc:
-        logger.warning("cannot note who was seen: %s", exc)
+        logger.warning("cannot record when a caller was seen: %s", exc)

@@ -114,8 +114,7 @@ def add_corpus(
     except CommandError as exc:
         if file is None or exc.code is not Exit.NOT_FOUND:
             raise
-        root = "`permille up` prints the corpus root at `texts`. To use another one, start it with "
-        "--corpus-root."
+        root = "`permille up` prints the corpus root at `texts`; --corpus-root chooses another one."
         raise CommandError(f"{exc} {root}", exc.code, exc.problem) from exc
     session.output.show(added)
     session.output.say_next(f"permille builds create --model MODEL --corpus {name}")
@@ -123,7 +122,7 @@ def add_corpus(
 
 @models.command("catalogue")
 def show_catalogue(*, as_json: AsJson = False) -> None:
-    """List published models, the size of their packages, and the memory to train them. Needs no service.
+    """List published models, the size of their packages, and the memory to train them. This needs no service.
 
     Example:
 

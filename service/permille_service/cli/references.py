@@ -12,7 +12,7 @@ _FULL = re.compile(
     r"[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}|sha256:[0-9a-f]{64}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 )
 LOOKED_THROUGH = 1000
-"""A name or prefix is searched in this number of newest records."""
+"""Number of newest records in which a name or a prefix is searched."""
 _KEYS = {"packages": "digest", "runs": "run_id"}
 _SHOWN = 5
 # Texts that are not accepted as the beginning of an id. An empty text often comes from an unset shell

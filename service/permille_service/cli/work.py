@@ -185,7 +185,7 @@ add_show(jobs, "jobs")
 
 @command(jobs, "watch")
 def watch_job(session: Session, job: str) -> Any:
-    """Follow a job to its end. The exit code is 1 if it does not succeed."""
+    """Follow a job to its end. If the job does not succeed, the exit code is 1."""
     return watch(session.client, session.output, session.id_of("jobs", job))
 
 

@@ -226,8 +226,8 @@ def get_federation_history(
     after: _After = 0,
     until: _Until = None,
 ) -> Response:
-    """Read the rounds that the caller lacks. If it is smaller, the answer has a checkpoint and the rounds
-    after the checkpoint instead."""
+    """Read the rounds that the caller lacks. If a checkpoint with the rounds after it is smaller, the answer
+    has these instead."""
     with service.database.read() as session:
         row = _readable(session, principal, federation_id)
         way = history.way_to(session, row, after=after, until=row.number if until is None else until)

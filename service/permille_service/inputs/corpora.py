@@ -22,8 +22,8 @@ router = APIRouter(
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_corpus(body: CorpusCreate, creating: Creating) -> Corpus:
-    """Register a corpus: a file below the tenant's corpus root, or a data set of the allow-list, which jobs
-    stream from its hub."""
+    """Register a corpus: a file below the tenant's corpus root, or a data set that jobs stream from a hub.
+    Only data sets of a fixed list are allowed."""
     source = body.source
     size_bytes = _size_of(creating, source.path) if isinstance(source, FileCorpus) else None
 

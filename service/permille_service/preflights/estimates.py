@@ -1,9 +1,9 @@
 """Estimates of the memory, disk and time that a job needs, and measurements of what this machine has.
 
-The needs are computed from the model's config. No file of the model is read. They are upper bounds for the
-way in which workers do the work: weights in float32, one sequence at a time, the gradient of one tensor at a
-time, and activations that the backward pass computes again (checkpointing). They serve to refuse hopeless
-jobs early, not to predict exact figures.
+The needs are computed from the model's config alone. No file of the model is read. They are upper bounds,
+which serve to refuse hopeless jobs early and not to predict exact figures. They assume what workers do:
+weights are in float32, sequences are processed one at a time, only one tensor has a gradient at a time, and
+the backward pass computes activations again (checkpointing).
 
 The free memory takes the limit of the control group into account. The speed of the machine is not measured:
 it comes from the settings, or is assumed from the number of cores.

@@ -1,1 +1,1 @@
-"""Rollouts: a version reaches the devices of an alias wave by wave, and halts if it does harm."""
+"""Rollouts bring a version to the devices of an alias wave by wave, and halt if the version does harm."""

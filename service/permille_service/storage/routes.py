@@ -41,7 +41,8 @@ def get_retention(service: Served, operator: Viewer) -> RetentionRule:
 
 @router.put("/retention")
 def put_retention(body: RetentionRule, service: Served, operator: Admin) -> RetentionRule:
-    """Set the retention rule. Workers apply it every hour. The audit log then names the token that set it."""
+    """Set the retention rule. Workers apply it every hour. In the audit log, the deletions carry the token
+    that set the rule."""
     with changing(service, operator, body) as session:
         rules.set_rule(session, tenant_id=operator.tenant_id, token_id=operator.token_id, rule=body)
     return body

@@ -81,7 +81,7 @@ def sign_draft(file: Path, key: Path, change: Change) -> dict[str, Any]:
     """Change a draft, sign it in place, and describe the signed metadata.
 
     Raises:
-        InputError: the file is no draft.
+        InputError: the file is not a draft.
         CommandError: the change or the key does not fit the draft.
     """
     role, data = read_draft(file)

@@ -68,7 +68,7 @@ def is_ours(message: Any) -> bool:
 
 
 def _names_a_job(body: str) -> bool:
-    """Return whether the body of a message has exactly one argument, which is a text, and no callbacks."""
+    """Return whether the body of a message has exactly one argument, which is a string, and no callbacks."""
     try:
         arguments, options, afterwards = json.loads(base64.b64decode(body, validate=True))
         (job_id,) = arguments

@@ -95,7 +95,7 @@ def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: Wor
 
 
 def publish_result(db: Database, claim: Claim, made: Publish | PartsToAdd) -> None:
-    """Write the rows of the result and end the job, in one transaction. For parts, add them to the job.
+    """Write the rows of the result and end the job, or add the parts that the task made, in one transaction.
 
     If a bucket does not answer, try again after a pause, so that hours of work are not lost. Each try has its
     own transaction, so that other writers get their turn in between.

@@ -76,4 +76,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the parent's name
-        """Log nothing, because requests for metrics are frequent."""
+        """Log no requests."""

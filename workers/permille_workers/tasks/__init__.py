@@ -21,5 +21,5 @@ def _run(kind: JobKind, context: TaskContext) -> Publish | PartsToAdd:
 TASKS: Mapping[str, Task] = {kind.value: partial(_run, kind) for kind in JobKind if kind is not JobKind.BUILD}
 """The task of each kind of job.
 
-The module of a task is imported when the task runs. So a replay does not import torch, which only masks need.
+The module of a task is imported when the task runs. So a replay, for example, does not import torch.
 """
