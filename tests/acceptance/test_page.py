@@ -136,7 +136,7 @@ def test_an_operator_publishes_rolls_back_and_is_told_what_is_wrong_without_scri
     page.fill("#name", "notes")
     page.fill("#alias", "stable")
     page.click("button:has-text('Publish')")
-    expect(page.locator("main")).to_contain_text("300 devices that follow stable")
+    expect(page.locator("main")).to_contain_text("300 devices that follow the alias")
     page.click("text=Change it")
     expect(page.locator("#alias")).to_have_value("stable")
     page.click("button:has-text('Publish')")

@@ -49,7 +49,7 @@ def test_strangers_leave_nothing_in_a_keepers_log(tmp_path: Path, capsys: pytest
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 urllib.request.urlopen(request, timeout=20)
         assert _log_of(tmp_path / "keeper", capsys) == before
-        assert before.count("opened in another set") == 1
+        assert before.count("already opened for another set") == 1
 
 
 @pytest.mark.attack(17, "who has the token asks for nonsense until a second set's refusal is forgotten")

@@ -60,7 +60,7 @@ def test_codes_of_a_file_are_not_asked_of_a_model_without_one(up: Running) -> No
     up.answer("models", "add", "no-file", "--folder", "tiny")
     refused = up.permille("quantizations", "create", "--model", "no-file", "--scheme", "source", "--no-wait")
     assert refused.returncode == 3
-    assert "was not added from one" in " ".join(refused.stderr.split())
+    assert "keeps the codes of a GGUF file" in " ".join(refused.stderr.split())
 
 
 def test_commands_make_list_and_show(up: Running) -> None:
@@ -107,7 +107,7 @@ def test_first_mistakes_are_told_by_the_names_that_were_typed(
 def test_an_address_with_a_path_is_told(up: Running) -> None:
     refused = up.permille("--url", f"{up.url}/ui", "models", "list")
     assert refused.returncode == 4
-    assert "Write the service's address without a path" in " ".join(refused.stderr.split())
+    assert "Give the service's address without a path" in " ".join(refused.stderr.split())
 
 
 def test_names_and_beginnings_stand_for_ids(up: Running) -> None:

@@ -110,7 +110,7 @@ def test_hub_model_needs_a_full_commit_and_no_url(api: Api) -> None:
     assert {(one["name"], one["needed"], one["enough"]) for one in needs["figures"]} == {
         *((name, None, True) for name in ("memory", "disk", "time")),
     }
-    assert "not been read yet" in needs["unknown"]
+    assert "first job downloads them" in needs["unknown"]
 
 
 def test_corpus_is_a_text_file_below_its_root_or_on_the_list(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_group_that_cannot_be_taken_from_a_key_is_refused(
         raise PermissionError
 
     monkeypatch.setattr(Path, "chmod", refuse)
-    with pytest.raises(OperatorError, match="The group of .* can read it"):
+    with pytest.raises(OperatorError, match=r"The group of .* can read it"):
         keys.signers("tenant_a")
 
 

@@ -133,7 +133,7 @@ def test_an_export_makes_a_package_that_carries_a_program(
     monkeypatch.setattr("permille.engines.executorch.exporting.export_program", exported)
     monkeypatch.setattr("permille_workers.tasks.export.versions", lambda *names: dict.fromkeys(names, "1"))
     failed = bench.finish(JobKind.EXPORT, {**request, "tokens": 4096})
-    assert "positions; 4096 tokens do not fit" in str(failed.error)
+    assert "positions, too few for 4096 tokens" in str(failed.error)
     made = made_by(bench, JobKind.EXPORT, request)
     new, parent = verify_package(bench.blobs, made.digest), manifest_of(bench, package)
     assert (made.kind, made.model_id, made.k) == ("package", package.model_id, package.k)

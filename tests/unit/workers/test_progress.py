@@ -150,7 +150,7 @@ def test_the_child_gets_claim_and_settings_by_the_pipe(tmp_path: Path, claim: Cl
 
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b"{}", b'{"claim": {}, "settings": {}}'])
 def test_a_line_that_is_none_of_ours_is_refused(line: bytes) -> None:
-    with pytest.raises(InputError, match="a line of a supervisor"):
+    with pytest.raises(InputError, match="a line from a supervisor"):
         decode_handover(line)
 
 

@@ -103,7 +103,7 @@ def test_a_device_that_is_not_there_is_the_operators_affair(bench: Bench) -> Non
     settings = bench.settings.model_copy(update={"device": "cuda:99"})
     job = dataclasses.replace(bench, settings=settings).finish(JobKind.MASK, fisher_request(bench))
     assert (job.state, job.attempt) == ("failed", 1)
-    assert "not cuda:99" in str(job.error)
+    assert "PERMILLE_DEVICE is cuda:99" in str(job.error)
 
 
 def test_the_values_are_the_models_own_bits(bench: Bench) -> None:
