@@ -38,12 +38,15 @@ class Downloads(StrEnum):
 class AddressSettings(SettingsGroup):
     """Address and TLS of the API"""
 
-    host: str = Field(default="127.0.0.1", description="address to bind, also `permille up --host`")
+    host: str = Field(default="127.0.0.1", description="address to listen on, also `permille up --host`")
     port: int = Field(
-        default=8321, ge=0, le=65_535, description="0: any free port; also `permille up --port`"
+        default=8321,
+        ge=0,
+        le=65_535,
+        description="port to listen on, also `permille up --port`; 0: any free port",
     )
     tls_certificate: Path | None = Field(
-        default=None, description="PEM file; required for any address but loopback"
+        default=None, description="PEM file of the certificate chain; required for any address but loopback"
     )
     tls_key: Path | None = Field(default=None, description="PEM file of the certificate's key")
     allowed_hosts: tuple[str, ...] = Field(

@@ -24,7 +24,8 @@ NoWait = Annotated[bool, typer.Option("--no-wait", help="Do not wait for the job
 Key = Annotated[
     str | None,
     typer.Option(
-        "--idempotency-key", help="Any text. The same command with the same key creates nothing twice."
+        "--idempotency-key",
+        help="Key of your choice. A repeated command with the same key creates nothing twice, for a day.",
     ),
 ]
 Rows = Annotated[int, typer.Option("--limit", min=1, help="Maximum number of rows.")]

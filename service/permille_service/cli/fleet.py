@@ -90,7 +90,7 @@ def yank_release(
     session: Session,
     name: Annotated[str, typer.Argument(help="Name of the release.")],
     version: Annotated[int, typer.Argument(help="Version to withdraw.")],
-    reason: Annotated[str, typer.Option(help="Reason for the record.")] = "withdrawn",
+    reason: Annotated[str, typer.Option(help="Reason, which is recorded.")] = "withdrawn",
 ) -> None:
     """Withdraw a version for good, so that no device installs it any more.
 

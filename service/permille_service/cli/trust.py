@@ -139,7 +139,7 @@ def sign(
     file: Annotated[
         Path, typer.Argument(help="Draft to sign, `<version>.<role>.json`. The file is changed.")
     ],
-    key: Annotated[Path, typer.Option(help="Private key, from `permille trust key`.")],
+    key: Annotated[Path, typer.Option(help="File of a private key that `permille trust key` made.")],
     add: Annotated[str | None, typer.Option(help="Version to list, as NAME/VERSION.")] = None,
     manifest: Annotated[Path | None, typer.Option(help="Manifest of that version's package.")] = None,
     alias: Annotated[list[str] | None, typer.Option(help="Alias for that version. Repeatable.")] = None,

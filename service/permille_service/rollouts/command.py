@@ -12,7 +12,7 @@ from permille_service.cli.session import Session
 from permille_service.forms import form_of
 
 groups = typer.Typer(no_args_is_help=True, help="Groups of devices that rollouts can select.")
-rollouts = typer.Typer(no_args_is_help=True, help="Versions that reach devices wave by wave.")
+rollouts = typer.Typer(no_args_is_help=True, help="Bring versions to devices wave by wave.")
 
 _GROUPS = ("id", "name", "devices", "created_at")
 _ROLLOUTS = ("id", "release", "version", "alias", "state", "wave", "reason", "created_at")
