@@ -33,7 +33,7 @@ _OPERATOR = select(
     or_(OperatorToken.expires_at.is_(None), OperatorToken.expires_at > NOW),
 )
 _ENDED = select(EndedSession.id).where(EndedSession.id == bindparam("session_id"))
-# Our tokens have 47. The limit bounds the work that a stranger causes.
+# Our tokens have 47 characters. The limit bounds the work that a stranger causes.
 MAX_TOKEN_CHARACTERS = 200
 _CALLERS: dict[str, Select[*tuple[Any, ...]]] = {
     OPERATOR_TOKEN_PREFIX: _OPERATOR,
@@ -45,7 +45,8 @@ def create_tenant(session: Session, *, name: str) -> Tenant:
     """Add a tenant. Raises ConflictError if the name is taken."""
     if session.scalar(select(Tenant.id).where(Tenant.name == name)) is not None:
         raise ConflictError(f"There is a tenant {name!r} already. Choose another name.")
-    # The oldest tenant administers the server. A clock that went back must not make a new one the oldest.
+    # The oldest tenant administers the server. Even if the clock was set back, a new tenant must not become
+    # the oldest.
     newest = session.scalar(select(func.max(Tenant.created_at)))
     at = now(session) if newest is None else max(now(session), newest + timedelta(microseconds=1))
     return rows.add(session, Tenant(id=new_id(Prefix.TENANT), name=name, created_at=at))

@@ -48,11 +48,11 @@ class Made:
 
     Attributes:
         model_id: the model from which it was made.
-        digest: of the files of a sparse model, the layer of a mask, the dense layer of a
-            quantization, or the manifest of a package.
+        digest: the digest of a sparse model's files, a mask's layer, a quantization's dense layer, or
+            a package's manifest.
         provenance: how it was made, without times and row ids, so that equal inputs give equal
             bytes.
-        k: the number of weights that a mask selects; None for a quantization.
+        k: the number of trained numbers of a mask or a package; None for other results.
     """
 
     model_id: str
@@ -69,7 +69,7 @@ def add(session: Session, *, job: Claim, made: Made) -> Artifact:
         earlier = session.scalar(_packages(job.tenant_id, made.digest))
         if earlier is not None:
             return earlier
-    # By digest, since a package may contain the same blob under two names.
+    # Count each digest once, since a package may contain the same blob under two names.
     sizes = {blob.digest: blob.size_bytes for blob in made.blobs if blob.role != REPORT}
     artifact = rows.add(
         session,
@@ -99,7 +99,7 @@ def add(session: Session, *, job: Claim, made: Made) -> Artifact:
             ],
         ),
     )
-    # In a fixed order, since a set has none.
+    # Sort the set, so that the rows are inserted in a fixed order.
     for source_id in sorted({made.model_id, *inputs.ids_in(job.payload)}):
         session.add(ArtifactSource(artifact_id=artifact.id, source_id=source_id, tenant_id=job.tenant_id))
     return artifact
@@ -130,14 +130,15 @@ def remove(
             federation, or an unfinished job or build.
     """
     row = get(session, tenant_id=tenant_id, kind=kind, key=key)
-    # While the row is locked, nobody can publish the artifact, and the queries below see each job that
-    # ends as an unfinished job or by its result. Another transaction may have removed the row meanwhile.
+    # While the row is locked, nobody can publish the artifact. A job that ends meanwhile is still found by
+    # the queries below, either as an unfinished job or through its result.
     locked = session.scalar(select(Artifact.id).where(Artifact.id == row.id).with_for_update())
+    # Another transaction may have removed the row before this one locked it.
     require(locked, f"There is no {kind} {key!r}.")
     # The key may occur in any field of an unfinished job's request.
     unfinished = (inputs.named_by_jobs(session, tenant_id=tenant_id) if named is None else named).get(key)
     part = aliased(Job)
-    # A build names the results of its parts nowhere else than in the rows of the parts.
+    # Only the rows of a build's parts name the results of these parts.
     made_it = select(part.id).where(part.parent_id == Job.id, part.result_id == key).exists()
     builds = select(Job.id).where(Job.tenant_id == tenant_id, Job.state.in_(UNFINISHED))
     build = session.scalar(builds.where(made_it).limit(1))
@@ -160,7 +161,7 @@ def remove(
     user = next((user for user in users if user), None)
     if user is not None:
         raise ConflictError(f"The {kind} {key} is needed by {user}. Remove that first.")
-    # Both refer to the artifact, so they go first.
+    # The rows of both tables refer to the artifact, so delete them first.
     for table in (ArtifactBlob, ArtifactSource):
         session.execute(delete(table).where(table.artifact_id == row.id))
     # The row is deleted by a statement, so the session must forget the object first.
@@ -172,8 +173,8 @@ def has_result(session: Session, job: Job) -> bool:
     """Return whether the artifact of a job still exists, so that a build may reuse it.
 
     A sparsification also needs its model. The artifact is locked until the end of this transaction,
-    so nobody removes it before the build is stored and refers to it. Kinds that make no artifact
-    give False.
+    so nobody removes it before the build is stored and refers to it. Return False for a kind of job
+    that makes no artifact.
     """
     kind = JobKind.PACKAGE if job.kind in MAKES_PACKAGES else JobKind(job.kind)
     if kind not in _PREFIXES or job.result_id is None:
@@ -208,11 +209,11 @@ def list_artifacts(
 
 
 def package_for_device(session: Session, *, tenant_id: str, release: str, digest: str) -> Artifact:
-    """Read a package that a device which follows `release` may download.
+    """Read a package for a device that follows `release`.
 
     Raises:
-        NotFoundError: there is no such package, or no version of this release that is not yanked
-            contains it.
+        NotFoundError: there is no such package, or the release has no version with this package, except
+            yanked ones.
     """
     published = exists().where(
         Release.package_id == Artifact.id,

@@ -1,8 +1,9 @@
 """Sessions, transactions and the clock of the database.
 
-On SQLite a write transaction starts with BEGIN IMMEDIATE. Two writers therefore queue at the start
-(busy timeout), and no transaction fails half-way. Keep write transactions short, without file or
-network access. Readers never wait for writers (WAL).
+On SQLite, a write transaction starts with BEGIN IMMEDIATE. A second writer therefore waits before its
+transaction starts (for at most the busy timeout), and no transaction fails halfway. Keep write
+transactions short, without file or network access. Readers never wait for writers, because the
+database uses a write-ahead log (WAL).
 
 All transactions take locks in one order, so that PostgreSQL finds no deadlock:
 
@@ -58,7 +59,7 @@ Clock = Callable[[], datetime]
 Answer = TypeVar("Answer")
 Columns = TypeVarTuple("Columns")
 
-# How long a writer of SQLite waits for the writer before it.
+# The longest time that a writer of SQLite waits for another writer.
 BUSY_TIMEOUT_MS = 30_000
 # Timeout for a connection to PostgreSQL, unless the address sets `?connect_timeout=`.
 CONNECT_S = 10
@@ -67,8 +68,8 @@ _PROBE_BYTES = 16 * 1024
 _POSTGRES_FULL = "53100"
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
-# The size of the pool, and the most connections beyond it. Their sum is one more than the 40 threads
-# of the API (anyio's default). The health check has its own thread, so it always finds a connection.
+# The size of the pool, and the most connections beyond it. Their sum is 41: one for each of the 40 threads
+# of the API (anyio's default), and one for the health check, which has its own thread.
 _CONNECTIONS, _MORE_CONNECTIONS = 16, 25
 
 
@@ -87,11 +88,11 @@ def _sqlite_moment(_element: _Moment, _compiler: SQLCompiler, **_: Any) -> str:
 
 @compiles(_Moment, "postgresql")
 def _postgresql_moment(_element: _Moment, _compiler: SQLCompiler, **_: Any) -> str:
-    # Not `now()`, which stays at the begin of the transaction.
+    # PostgreSQL's `now()` would return the time at which the transaction began.
     return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT)"
 
 
-# The same time as `now`, for use in a statement of `Database.first`.
+# The time that `now` returns, as an expression for statements of `Database.first`.
 NOW = func.coalesce(bindparam("clock", type_=Instant()), _Moment())
 _TELL_NOW = select(_Moment())
 
@@ -211,11 +212,11 @@ def make_engine(url: str) -> Engine:
     """Return an engine with our settings for SQLite: WAL, full sync, foreign keys and explicit BEGIN."""
     parsed = make_url(url)
     common: dict[str, Any] = {
-        # Errors are logged. Without this they would quote values that devices have reported.
+        # Errors are logged. Without this setting, they would quote values that devices have reported.
         "hide_parameters": True,
         "pool_size": _CONNECTIONS,
         "max_overflow": _MORE_CONNECTIONS,
-        # The connections used last are used again, so that idle ones may close.
+        # Reuse the most recently used connection first. The server can then close the idle ones.
         "pool_use_lifo": True,
     }
     if parsed.get_backend_name() != "sqlite":

@@ -21,7 +21,7 @@ from permille.store.tables import Device, DeviceNonce, DeviceToken, Invitation
 INVITATION_LIFE = timedelta(hours=24)
 NONCE_LIFE = timedelta(minutes=5)
 TOKEN_LIFE = timedelta(hours=1)
-# The active device of a valid access token with this hash (`token_hash`).
+# Query of the active device whose valid access token has the hash `token_hash`.
 CALLER = (
     select(
         Device.id.label("caller_id"),
@@ -117,7 +117,7 @@ def enrol(session: Session, *, code: str, public_key: str, name: str, agent_vers
     if device is not None and device.revoked_at is not None:
         raise InvitationError()
     if invitation.used_at is not None:
-        # A used code works only for the device that used it, as a repeated request.
+        # A used code works only if the device that used it repeats its request.
         if device is None or invitation.device_id != device.id or device.unenrolled_at is not None:
             raise InvitationError()
         return Enrolment(device=device, created=False)
@@ -141,7 +141,7 @@ def enrol(session: Session, *, code: str, public_key: str, name: str, agent_vers
 def revoke(session: Session, *, tenant_id: str, device_id: str) -> Device:
     """Revoke a device for good, with effect on its next request. Idempotent. Raises NotFoundError.
 
-    The caller also ends the device's memberships of federations, here and after `unenrol`.
+    The caller must also end the device's memberships in federations, as after `unenrol`.
     """
     device = rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
     device.revoked_at = device.revoked_at or now(session)
@@ -153,9 +153,10 @@ def unenrol(session: Session, *, tenant_id: str, device_id: str) -> Device:
     device = rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
     at = now(session)
     device.unenrolled_at = device.unenrolled_at or at
-    # Tokens and nonces from before would be valid again once the device is back.
+    # Without this, old tokens would be valid again once the device comes back.
     session.execute(delete(DeviceToken).where(DeviceToken.device_id == device.id))
-    # This row tells `use_nonce` to refuse nonces that were issued before the device left.
+    # For the same reason, this row tells `use_nonce` to refuse nonces that were issued before the device
+    # left.
     session.merge(_used_nonce(device, _leaving(device.id), at))
     return device
 
@@ -232,7 +233,7 @@ def purge_expired(session: Session) -> None:
 
 
 def _used_nonce(device: Device, nonce_hash: str, at: datetime) -> DeviceNonce:
-    """Return the row of a used nonce. It lives as long as the nonce could be shown again."""
+    """Return the row of a used nonce. The row is kept until the nonce has expired."""
     return DeviceNonce(
         nonce_hash=nonce_hash,
         tenant_id=device.tenant_id,
@@ -244,8 +245,8 @@ def _used_nonce(device: Device, nonce_hash: str, at: datetime) -> DeviceNonce:
 
 
 def _leaving(device_id: str) -> str:
-    """Return the key of the row that stores when a device left. Older nonces stay void when it comes
-    back.
+    """Return the key of the row that stores when a device left. Nonces from before that time stay void
+    when the device comes back.
     """
     return hash_secret(f"left {device_id}")
 
@@ -261,6 +262,6 @@ def _use(session: Session, invitation: Invitation, device: Device, at: datetime)
         )
         .values(used_at=at, device_id=device.id)
     )
-    # No row was updated: another request has used the code, or it has expired.
+    # If no row was updated, another request has used the code, or it was revoked or has expired.
     if not isinstance(used, CursorResult) or used.rowcount != 1:
         raise InvitationError()

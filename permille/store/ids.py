@@ -1,8 +1,8 @@
 """Random names: ids of rows, and secrets.
 
 The id of a row is a prefix that names the table, and a ULID: 48 bits of milliseconds and 80 random
-bits in lower-case Crockford base 32. So ids sort by the time of creation, strictly so within one
-process.
+bits in lower-case Crockford base 32. Ids therefore sort by their time of creation. Within one
+process, each new id sorts after all earlier ones.
 
 A secret has at least 128 random bits. It is shown once, and the database keeps only its SHA-256. A
 slow password hash is not needed, since random secrets cannot be guessed from a dictionary.
@@ -50,8 +50,8 @@ class Prefix(StrEnum):
 
 
 class _Clock:
-    """A source of increasing numbers, also within one millisecond, so that parts of a job keep their
-    order.
+    """A source of numbers that increase even within one millisecond. The parts of a job therefore keep
+    their order.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ SPARSIFIED: Final = "sparsified"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roots:
-    """The folders that hold a tenant's models and corpora. Paths of other tenants never lead there."""
+    """The folders of a tenant's models and corpora. Requests of other tenants cannot read there."""
 
     models: Path
     corpora: Path
@@ -63,7 +63,7 @@ def sparsified_path(digest: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts about a model, known once its files were read."""
+    """Facts about a model. They are known once its files have been read."""
 
     family: str
     config: dict[str, object]
@@ -174,10 +174,10 @@ def ids_in(request: Mapping[str, object]) -> Iterator[str]:
 
 
 def named_by_jobs(session: Session, *, tenant_id: str) -> dict[str, str]:
-    """Map every string in the requests of unfinished jobs to the id of such a job."""
+    """Map every string in the requests of unfinished jobs to the id of a job whose request has it."""
     query = select(Job.id, Job.payload).where(Job.tenant_id == tenant_id, Job.state.in_(UNFINISHED))
     jobs = session.execute(query)
-    # Every string, not only fields `..._id`: a package is named by its digest.
+    # Take every string, not only fields `..._id`, since requests name a package by its digest.
     return {value: job_id for job_id, payload in jobs for value in _strings_in(payload)}
 
 
@@ -212,7 +212,7 @@ def remove(session: Session, table: type[Model] | type[Corpus], *, tenant_id: st
     if (first := used_by.first()) is not None:
         kind, artifact_id, digest = first
         name = f"{kind} {digest if kind == JobKind.PACKAGE else artifact_id}"
-        raise ConflictError(f"{name} is made of {row_id}. Remove that first.")
+        raise ConflictError(f"{name} was made from {row_id}. Remove that {kind} first.")
     unfinished = named_by_jobs(session, tenant_id=tenant_id).get(row_id)
     if unfinished is not None:
         raise ConflictError(f"The job {unfinished} needs {row_id}. Wait for it, or cancel it.")

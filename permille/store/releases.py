@@ -1,4 +1,4 @@
-"""Rows of releases and of their aliases. Devices trust the signed metadata instead
+"""Rows of releases and of their aliases. Devices do not trust these rows, but the signed metadata
 (`permille.store.trust`).
 """
 
@@ -20,7 +20,7 @@ from permille.store.tables import Alias, Artifact, Release
 from permille.trust.listed import Listed
 
 Listing = Mapping[tuple[str, int], Listed]
-# A new version may exceed the newest one by at most this much. A larger jump could use up the numbers.
+# A new version may exceed the newest one by at most this much, so that no jump uses up the version numbers.
 MAX_NEW_VERSIONS: Final = 1000
 
 
@@ -61,7 +61,7 @@ def follow(session: Session, *, tenant_id: str, before: Listing, after: Listing)
         NotFoundError: a listed package does not exist.
         ConflictError, InputError: as for `publish`.
     """
-    # In a fixed order, so that concurrent transactions lock rows alike.
+    # Sort the keys, so that concurrent transactions lock rows in the same order.
     for name, version in sorted(before.keys() - after.keys()):
         yank(session, tenant_id=tenant_id, name=name, version=version, reason="no longer listed")
     for name, version in sorted(after.keys() - before.keys()):

@@ -1,8 +1,8 @@
 """Reading, locking and adding rows: one by its id, or a page of a list, newest first.
 
-A page ends at a cursor, which is the key of its last row. So rows that are added meanwhile are
-neither repeated nor skipped. Rows whose id the service did not make are ordered by time first,
-since such an id does not sort by time.
+A page ends at a cursor, which is the key of its last row. Rows that are added between two requests
+therefore do not shift the pages: no row is repeated or skipped. If the service did not make the ids of
+the rows, the rows are ordered by time first, since such ids do not sort by time.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from permille.store.tables import EPOCH, MICROSECOND, Base, Named, microseconds_
 Row = TypeVar("Row")
 NamedRow = TypeVar("NamedRow", bound=Named)
 NewRow = TypeVar("NewRow", bound=Base)
-# It bounds the memory that one request may take.
+# The most rows of a page. This bounds the memory that one request may take.
 MAX_LIMIT = 200
 _LONGEST_TIME = 17  # decimal digits: up to the year 5138
 _LONGEST_NUMBER = 18  # decimal digits: every such number fits 64 bits
@@ -109,7 +109,7 @@ def fetch_page(
     Args:
         query: unordered, with the filter of the tenant.
         key: a unique column. Ids that the service made sort by their time.
-        made_at: the column of the time, if the key does not sort by it.
+        made_at: the column of the row's time, if the keys do not sort by time.
 
     Raises:
         InputError: the cursor is not one that a page returned.
@@ -122,7 +122,8 @@ def fetch_page(
         query = query.order_by(made_at.desc(), key.desc())
         if window.cursor is not None:
             at, last = _parse_moment(window.cursor)
-            # The second condition follows from the first, but only it lets SQLite begin at the cursor.
+            # Together, the conditions select earlier rows, and rows of the same time with a lower key. In
+            # this form, SQLite can begin at the cursor.
             query = query.where(or_(made_at < at, key < last), made_at <= at)
     # One more row than asked for tells whether there is a next page.
     rows = session.scalars(query.limit(window.limit + 1)).all()

@@ -23,7 +23,8 @@ from permille.store.jobs.transitions import NewJob
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import EPOCH, Device, Job, Run
 
-# Nats per token. A uniform guess over a vocabulary of a million has 14.
+# The largest loss that is counted, in nats per token. A uniform guess among a million tokens has a loss of
+# only 14.
 _LARGEST_LOSS: Final = 1e6
 
 
@@ -67,7 +68,7 @@ def report(
 
 
 def _counted(metrics: Mapping[str, object]) -> dict[str, Any]:
-    """Return the columns of a run that counts of the fleet use."""
+    """Return the columns of a run by which the fleet is counted."""
     base, personal = (_loss(metrics.get(name)) for name in ("loss_base", "loss_personal"))
     general = [_loss(metrics.get(f"general_loss_{name}")) for name in ("base", "personal")]
     # The device keeps using the base model unless it adopted the personal state.
@@ -81,13 +82,15 @@ def _counted(metrics: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _moment(value: object, default: datetime) -> datetime:
-    """Parse a time from a device. A time before 1970 becomes 1970, since a cursor cannot hold it."""
+    """Parse a time from a device. A time before 1970 becomes 1970, since a cursor holds no earlier time."""
     found = datetime.fromisoformat(value) if isinstance(value, str) else default
     return max(found, EPOCH)
 
 
 def _loss(value: object) -> float | None:
-    """Return a loss, or None for a made-up value so large that differences of it overflow."""
+    """Return a loss, or None if it is missing or too large. Differences of such false values could
+    overflow.
+    """
     return value if isinstance(value, float) and abs(value) <= _LARGEST_LOSS else None
 
 

@@ -47,7 +47,7 @@ class BucketAddress:
         """
         try:
             parts, prefix = urlsplit(text), urlsplit(text).path.strip("/")
-            # Strict: a malformed parameter is refused instead of dropped.
+            # With strict parsing, a malformed parameter is an error. Otherwise it would be ignored.
             asked = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
             endpoint, region = asked.pop("endpoint", [None])[-1], asked.pop("region", [None])[-1]
             at = urlsplit(endpoint or "https://aws")
@@ -103,29 +103,32 @@ class StorageSettings(SettingsGroup):
     """Storage"""
 
     data_dir: Path | None = Field(
-        default=None, description="folder of the token, the keys, and of whatever is not named elsewhere"
+        default=None,
+        description="folder of the token and the keys, and of everything that no other setting places",
     )
     database_url: SecretStr = Field(
         description="`postgresql+psycopg://user:password@host/name` for PostgreSQL"
     )
     blob_root: Path = Field(
-        description="content-addressed results; with a bucket copies of them, a folder a machine"
+        description="folder of the results, which are named by their digests. If there is a bucket, this "
+        "folder holds copies, and each machine has its own"
     )
     blob_bucket: str | None = Field(
         default=None,
-        description="`s3://bucket/prefix?endpoint=https://host&region=name`: the results lie [in a "
+        description="`s3://bucket/prefix?endpoint=https://host&region=name`: store the results [in a "
         "bucket](../howto/store-blobs-in-a-bucket.md)",
     )
     blob_cache_bytes: int = Field(
         default=64 << 30,
         ge=0,
-        description="bytes of a bucket's blobs that a machine keeps in its folder; those in use may be more",
+        description="the most bytes of copies from the bucket that a machine keeps. Copies in use are kept "
+        "even above this limit",
     )
     collection_grace_s: float = Field(
         default=86_400.0,
         ge=0,
-        description="what no row names is deleted once it was stored so long ago: see [What is "
-        "kept](../howto/delete-old-data.md)",
+        description="age, in seconds, from which a stored result is deleted if no row of the database refers "
+        "to it: see [What is kept](../howto/delete-old-data.md)",
     )
 
     @field_validator("blob_bucket")
@@ -140,11 +143,11 @@ class FolderSettings(SettingsGroup):
     """Folders of inputs and scratch"""
 
     model_root: Path = Field(description="the first tenant can register models below this folder only")
-    corpus_root: Path = Field(description="texts, likewise")
+    corpus_root: Path = Field(description="the first tenant can register texts below this folder only")
     tenant_root: Path = Field(
-        description="every other tenant's, below `<tenant id>/models` and `<tenant id>/corpora`"
+        description="models and texts of all other tenants, in `<tenant id>/models` and `<tenant id>/corpora`"
     )
-    work_root: Path = Field(description="scratch of jobs; may be erased while no job runs")
+    work_root: Path = Field(description="scratch folder of jobs; may be erased while no job runs")
 
     @model_validator(mode="after")
     def _apart(self) -> Self:
@@ -170,20 +173,22 @@ class ProcessSettings(SettingsGroup):
 
     broker_url: SecretStr | None = Field(
         default=None,
-        description="`redis://...` carries jobs by Celery; without it workers look into the database",
+        description="`redis://...`: tell workers about new jobs with Celery. Without a broker, workers poll "
+        "the database",
     )
     memory_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="memory that a job may use, on a GPU the GPU's; none: what is free when it begins. "
-        "Preflight refuses what needs more; a model that does not fit whole is scored and "
-        "measured one decoder layer at a time, with the same bits, slower",
+        description="memory that a job may use (on a GPU, memory of the GPU). By default, the memory that is "
+        "free when the job begins. A preflight refuses a job that needs more. A model that does not fit is "
+        "processed one decoder layer at a time, which is slower and gives the same result",
     )
     fisher_split_flops: float = Field(
         default=2e13,
         ge=0,
-        description="a `fisher` mask of more work (some forty minutes of a core) is scored by jobs of 16 "
-        "sequences, which all workers share; the mask is the same",
+        description="largest `fisher` mask, in floating-point operations, that one job computes (the default "
+        "is about forty minutes of a core). A larger one is split into jobs of 16 sequences, which all "
+        "workers share. The resulting mask is the same",
     )
     log_format: LogFormat = Field(
         default=LogFormat.TEXT,

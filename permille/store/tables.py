@@ -5,7 +5,7 @@ Rules:
 - Every row that belongs to a customer has a `tenant_id`.
 - Times are UTC, stored as integer microseconds.
 - A secret is stored as the hexadecimal SHA-256 of the secret. The exception is a webhook's secret,
-  which signs.
+  which is stored in plain text, since it signs each delivery.
 - A blob is named by its digest (`sha256:` and 64 hex digits). Its bytes are in the blob store.
 - Rows to which other rows may refer are marked (`revoked_at`, `yanked_at`, `deleted_at`), not
   deleted.
@@ -89,7 +89,7 @@ class Tenant(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
     created_at: Mapped[datetime]
-    served_at: Mapped[datetime | None]  # the last start or end of one of its jobs; decides whose turn it is
+    served_at: Mapped[datetime | None]  # last start or end of one of its jobs; see `claims.claim`
 
 
 class _OfTenant:
@@ -114,7 +114,7 @@ class Named(_Owned, Base):
     __abstract__ = True
     noun: ClassVar[str]
     id: Mapped[str] = mapped_column(primary_key=True)
-    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))  # the end of this module indexes it
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))  # indexed at the end of this module
 
 
 class OperatorToken(Named):
@@ -183,14 +183,14 @@ class Model(Named):
     __tablename__ = "models"
     noun = "model"
     name: Mapped[str]
-    source: Mapped[dict[str, object]]  # as requests have it
+    source: Mapped[dict[str, object]]  # as the request had it
     # The following columns are None for a hub model that no worker has read yet.
     family: Mapped[str | None]
     config: Mapped[dict[str, object] | None]
     size_bytes: Mapped[int | None] = mapped_column(BigInteger)
     parameter_count: Mapped[int | None] = mapped_column(BigInteger)
     scoped_parameter_count: Mapped[int | None] = mapped_column(BigInteger)
-    digest: Mapped[str | None]  # of the list of names and digests of its files
+    digest: Mapped[str | None]  # digest of a list of its files' names and digests
     __table_args__ = (Index(None, "tenant_id", "name"),)
 
 
@@ -200,7 +200,7 @@ class Corpus(Named):
     __tablename__ = "corpora"
     noun = "corpus"
     name: Mapped[str]
-    source: Mapped[dict[str, object]]  # as requests have it
+    source: Mapped[dict[str, object]]  # as the request had it
     size_bytes: Mapped[int | None] = mapped_column(BigInteger)
     __table_args__ = (Index(None, "tenant_id", "name"),)
 
@@ -231,13 +231,13 @@ class Job(Named):
     request_digest: Mapped[str]  # of version, kind and payload; see `transitions.request_digest`
     idempotency_key: Mapped[str | None]
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
-    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))  # the device of a checked upload
+    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))  # whose upload it checks
     progress: Mapped[float] = mapped_column(default=0.0)  # 0..1
     message: Mapped[str | None] = mapped_column(Text)
     eta_at: Mapped[datetime | None]  # the worker's estimate of the end
     attempt: Mapped[int] = mapped_column(default=0)
     max_attempts: Mapped[int]
-    fence: Mapped[int] = mapped_column(BigInteger, default=0)
+    fence: Mapped[int] = mapped_column(BigInteger, default=0)  # see `permille.store.jobs.claims`
     event_seq: Mapped[int] = mapped_column(BigInteger, default=0)  # seq of the newest event
     worker: Mapped[str | None]
     lease_expires_at: Mapped[datetime | None]
@@ -246,8 +246,8 @@ class Job(Named):
     cancel_requested_at: Mapped[datetime | None]
     error: Mapped[dict[str, object] | None]  # type, message, retryable, and for a bug the traceback
     result_id: Mapped[str | None]
-    traceparent: Mapped[str | None]  # of the request that made it, or of its parent
-    started_at: Mapped[datetime | None]  # of the newest attempt
+    traceparent: Mapped[str | None]  # from the request that made the job, or from its parent
+    started_at: Mapped[datetime | None]  # start of the newest attempt
     updated_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]
     __table_args__ = (
@@ -289,14 +289,14 @@ class Artifact(Named):
 
     __tablename__ = "artifacts"
     noun = "artifact"
-    kind: Mapped[str]  # of its job
+    kind: Mapped[str]  # sparsification, mask, quantization or package
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), index=True)
     model_id: Mapped[str] = mapped_column(ForeignKey("models.id"))
     request: Mapped[dict[str, object]]  # the payload of its job
     digest: Mapped[str]
     k: Mapped[int | None] = mapped_column(BigInteger)
-    made_model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id"))  # of a sparsification
-    size_bytes: Mapped[int] = mapped_column(BigInteger)  # without its report, which no package holds
+    made_model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id"))  # made by a sparsification
+    size_bytes: Mapped[int] = mapped_column(BigInteger)  # without the report
     provenance: Mapped[dict[str, object]]
     blobs: Mapped[list["ArtifactBlob"]] = relationship(lazy="selectin", order_by="ArtifactBlob.position")
     __table_args__ = (
@@ -343,7 +343,7 @@ class BlobCollection(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     began_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]
-    unreferenced_bytes: Mapped[int] = mapped_column(BigInteger, default=0)  # left, since they were too young
+    unreferenced_bytes: Mapped[int] = mapped_column(BigInteger, default=0)  # of blobs that were too young
 
 
 class RetentionRule(Base):
@@ -351,13 +351,13 @@ class RetentionRule(Base):
 
     __tablename__ = "retention_rules"
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
-    token_id: Mapped[str]  # of the operator who set it; the audit log names this token
+    token_id: Mapped[str]  # of the operator who set the rule; the audit log names this token
     rule: Mapped[dict[str, object]]
     updated_at: Mapped[datetime]
 
 
 class Release(Named):
-    """A package under a name and a version. The versions of a name only grow."""
+    """A package under a name and a version. Each new version of a name is higher than all before."""
 
     __tablename__ = "releases"
     noun = "release"
@@ -410,8 +410,8 @@ class Device(Named):
     agent_version: Mapped[str | None]
     release: Mapped[str]
     alias: Mapped[str]
-    version: Mapped[int | None] = mapped_column(BigInteger)  # the version that it was last told to install
-    engine: Mapped[str | None]  # of its newest run
+    version: Mapped[int | None] = mapped_column(BigInteger)  # that the device was last told to install
+    engine: Mapped[str | None]  # engine of its newest run
     memory_bytes: Mapped[int | None] = mapped_column(BigInteger)
     tags: Mapped[list[str]] = mapped_column(JSON, default=list)  # set by operators
     own_tags: Mapped[list[str]] = mapped_column(JSON, default=list)  # set by the device's owner
@@ -471,29 +471,30 @@ class Run(_Owned, Base):
 
     __tablename__ = "runs"
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
-    run_id: Mapped[str] = mapped_column(primary_key=True)  # made by the device
+    run_id: Mapped[str] = mapped_column(primary_key=True)  # chosen by the device
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
     metrics: Mapped[dict[str, object]]
-    # Columns for counts of the fleet, copied from the metrics. A deleted run has None here.
+    # Columns by which the fleet is counted. From `release` to `peak_rss_bytes`, they are derived from the
+    # metrics, and None if the run was deleted.
     ended_at: Mapped[datetime]  # by the device's clock, but never after the report arrived
     newest: Mapped[bool]  # whether it is the device's newest run on this version, by `ended_at`
     release: Mapped[str | None]
     version: Mapped[int | None] = mapped_column(BigInteger)
     outcome: Mapped[str | None]
     gain: Mapped[float | None]  # by how much the personal state lowers the loss, in nats per token
-    loss: Mapped[float | None]  # of the state that the device uses after the run
+    loss: Mapped[float | None]  # loss of the model that the device uses after the run
     rise: Mapped[float | None]  # by how much the personal state raises the loss on general text
     peak_rss_bytes: Mapped[int | None] = mapped_column(BigInteger)
     log_state: Mapped[str | None]
-    log_form: Mapped[str | None]  # log, or state
+    log_form: Mapped[str | None]  # `log` or `state`
     log_digest: Mapped[str | None]
-    log_upload_id: Mapped[str | None] = mapped_column(ForeignKey("uploads.id"))  # holds its bytes
+    log_upload_id: Mapped[str | None] = mapped_column(ForeignKey("uploads.id"))  # holds the bytes of the log
     log_sent_at: Mapped[datetime | None]
     log_size_bytes: Mapped[int | None] = mapped_column(BigInteger)
     log_job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
     log_reason: Mapped[str | None] = mapped_column(Text)
     log_deleted_at: Mapped[datetime | None]
-    state_digest: Mapped[str | None]  # of the server's replay
+    state_digest: Mapped[str | None]  # digest of the state that the service computed from the log
     deleted_at: Mapped[datetime | None]
     __table_args__ = (
         Index("ix_runs_device", "device_id", "ended_at"),
@@ -501,7 +502,7 @@ class Run(_Owned, Base):
         _index_of_some("runs", "log_upload_id"),
         _index_of_some("runs", "log_job_id"),
         _partial_index("ix_runs_log_sent_at", "log_upload_id IS NOT NULL", "tenant_id", "log_sent_at"),
-        # Counts of the fleet read only these two indexes. The rows are twenty times as large.
+        # The queries that count the fleet read only these two indexes. The rows are twenty times as large.
         Index("ix_runs_ended_at", "tenant_id", "ended_at", "outcome"),
         Index(
             "ix_runs_newest",
@@ -528,13 +529,13 @@ class Federation(Named):
     target: Mapped[int]
     minimum: Mapped[int]
     deadline_s: Mapped[int]
-    rounds: Mapped[int]  # the most there will be
-    number: Mapped[int]  # rounds done
+    rounds: Mapped[int]  # the number of rounds after which the federation is finished
+    number: Mapped[int]  # the number of rounds that have ended
     chain: Mapped[str]
     state_digest: Mapped[str]
     reach: Mapped[int] = mapped_column(BigInteger)
     adopted_round: Mapped[int | None]
-    participations: Mapped[int | None]  # the most rounds of one device; None without privacy
+    participations: Mapped[int | None]  # most rounds of one device; None without differential privacy
     __table_args__ = (
         UniqueConstraint("tenant_id", "name"),
         UniqueConstraint("tenant_id", "definition_digest"),
@@ -558,12 +559,12 @@ class Round(_OfTenant, Base):
     federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id"), primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     state: Mapped[str] = mapped_column(index=True)
-    start_digest: Mapped[str]  # of the state to begin from
+    start_digest: Mapped[str]  # digest of the state from which devices begin
     opened_at: Mapped[datetime]
     deadline_at: Mapped[datetime]
     closed_at: Mapped[datetime | None]
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
-    refused: Mapped[dict[str, object]]  # how many, by code
+    refused: Mapped[dict[str, object]]  # numbers of refused contributions, by error code
     # The following columns are set when the round ends.
     invited: Mapped[int | None]
     received: Mapped[int | None]
@@ -573,8 +574,8 @@ class Round(_OfTenant, Base):
     chain: Mapped[str | None]
     state_digest: Mapped[str | None]
     reach: Mapped[int | None] = mapped_column(BigInteger)
-    gain_mean: Mapped[float | None]  # of the state that it began from, nats per token
-    gain_error: Mapped[float | None]
+    gain_mean: Mapped[float | None]  # mean gain of the start state, in nats per token
+    gain_error: Mapped[float | None]  # its standard error
     __table_args__ = (_index_of_some("rounds", "job_id"),)
 
 
@@ -586,7 +587,7 @@ class Participation(_OfTenant, Base):
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True, index=True)
     invited_at: Mapped[datetime]
-    digest: Mapped[str | None]  # of the contribution; kept for one round more
+    digest: Mapped[str | None]  # digest of the contribution; kept for one more round
     data: Mapped[bytes | None] = mapped_column(LargeBinary)
     __table_args__ = (
         ForeignKeyConstraint(["federation_id", "number"], ["rounds.federation_id", "rounds.number"]),
@@ -594,9 +595,7 @@ class Participation(_OfTenant, Base):
 
 
 class PrivacyCharge(_OfTenant, Base):
-    """The charge of a device whose integers enter the sum of a round. See
-    `permille.store.federations.charges`.
-    """
+    """The charge of a device for its contribution to a round. See `permille.store.federations.charges`."""
 
     __tablename__ = "privacy_charges"
     federation_id: Mapped[str] = mapped_column(primary_key=True)
@@ -631,34 +630,35 @@ _UNENDED = text("state IN ('draft', 'running', 'paused')")
 
 
 class Rollout(Named):
-    """A version on its way to the devices of an alias. `permille.store.fleet.rollouts` changes these
-    rows.
+    """The gradual installation of a version on the devices that follow an alias.
+    `permille.store.fleet.rollouts` changes these rows.
     """
 
     __tablename__ = "rollouts"
     noun = "rollout"
-    token_id: Mapped[str]  # of the operator who made it; the audit log names it when the rollout halts
+    token_id: Mapped[str]  # of the operator who made the rollout; the audit log names it for a halt
     release: Mapped[str]
     alias: Mapped[str]
     version: Mapped[int] = mapped_column(BigInteger)
-    before: Mapped[int] = mapped_column(BigInteger)  # the version of the alias when it was made
+    before: Mapped[int] = mapped_column(BigInteger)  # the alias's version before it
     group_id: Mapped[str | None] = mapped_column(ForeignKey("device_groups.id"))  # None: all devices
-    choice: Mapped[dict[str, object]]  # of devices, as it is signed
-    # A wave holds the devices with a place below its bound. Empty before the rollout starts.
+    choice: Mapped[dict[str, object]]  # the choice of devices, in the form that is signed
+    # Each wave has a bound: it consists of the devices whose place (`permille.fleet.offer.place_of`) is below
+    # it. The list is empty before the rollout starts.
     bounds: Mapped[list[int]] = mapped_column(JSON, default=list)
     rules: Mapped[dict[str, object]]
     window: Mapped[dict[str, object] | None]  # when devices may begin to install; None: at any time
     on_stop: Mapped[str]
     state: Mapped[str] = mapped_column(index=True)
     wave: Mapped[int]  # from 0
-    wave_devices: Mapped[int]  # of the open wave
-    approved: Mapped[int]  # waves that may open, where the rules ask for an approval
-    awaits_approval: Mapped[bool]  # nothing else holds the next wave back
+    wave_devices: Mapped[int]  # number of devices of the open wave
+    approved: Mapped[int]  # number of waves that may open, if the rules ask for approval
+    awaits_approval: Mapped[bool]  # whether the next wave waits for an approval only
     opened_at: Mapped[datetime | None]  # the time at which the wave opened
     looks: Mapped[int]  # statistical tests so far; see `permille.fleet.rollouts`
-    reason: Mapped[str | None]  # why it stopped itself
-    numbers: Mapped[dict[str, object] | None]  # the figures by which it stopped itself
-    reverting: Mapped[bool]  # a revert was requested and is not signed yet
+    reason: Mapped[str | None]  # why the rollout halted itself
+    numbers: Mapped[dict[str, object] | None]  # the figures that made it halt
+    reverting: Mapped[bool]  # whether a revert was requested and is not signed yet
     revision: Mapped[int]
     signed_revision: Mapped[int]  # the revision in the trust metadata
     ended_at: Mapped[datetime | None]
@@ -686,7 +686,7 @@ class RolloutReport(_OfTenant, Base):
     wave: Mapped[int]
     began_at: Mapped[datetime]
     installed: Mapped[bool]
-    code: Mapped[str | None]  # None: it has not ended
+    code: Mapped[str | None]  # None: the device has sent no result yet
     damage: Mapped[str | None]  # the error code of a refused package
     worse: Mapped[bool | None]  # None: the device made no comparison
     difference: Mapped[float | None]  # nats per token; None also if the owner shares one bit only
@@ -718,7 +718,7 @@ class Webhook(Named):
 
 
 class WebhookDelivery(_Owned, Base):
-    """An event on its way to a webhook."""
+    """An event to deliver to a webhook."""
 
     __tablename__ = "webhook_deliveries"
     id: Mapped[str] = mapped_column(primary_key=True)

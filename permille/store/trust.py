@@ -1,11 +1,11 @@
 """The files of the tenants' TUF repositories.
 
 Every change of a repository makes a new timestamp. A caller names the timestamp from which its
-change began. If another change was faster, nothing is kept (ChangedError), and `Database.transact`
+change began. If another change was faster, nothing is stored (ChangedError), and `Database.transact`
 repeats the change on the new state.
 
-All roots are kept, because clients walk through them one by one. Of other roles the last 16
-versions are kept, for clients in the middle of a refresh.
+All roots are kept, because clients walk through them one by one. Only the newest timestamp is kept. Of
+each other role, the last 16 versions are kept, for clients in the middle of a refresh.
 """
 
 from datetime import datetime
@@ -25,7 +25,7 @@ KEPT_VERSIONS: Final = 16
 
 
 def newest(session: Session, *, tenant_id: str) -> dict[str, bytes]:
-    """Return the newest metadata of each role. It is empty until the tenant has a repository."""
+    """Return the newest metadata by role. The result is empty until the tenant has a repository."""
     versions = (
         select(TrustMetadata.role, func.max(TrustMetadata.version))
         .where(TrustMetadata.tenant_id == tenant_id)
@@ -84,7 +84,7 @@ def keep(session: Session, *, tenant_id: str, repository: Repository, seen: int)
     if not repository.changed:
         return
     made = dict(repository.changed)
-    # The timestamp is replaced by compare-and-set. All other files are new names.
+    # The timestamp is replaced by compare-and-set. All other files get new names, so they are added.
     timestamp = made.pop(TIMESTAMP_FILE)
     version = repository.version(TIMESTAMP)
     if seen:
@@ -114,7 +114,7 @@ def _replace_timestamp(session: Session, tenant_id: str, data: bytes, *, version
     )
     done = session.execute(statement)
     if not isinstance(done, CursorResult) or done.rowcount != 1:
-        raise ChangedError(f"Another change was kept since timestamp {seen} was read.")
+        raise ChangedError(f"Another change was stored since timestamp {seen} was read.")
 
 
 def _prune(session: Session, tenant_id: str, role: str, *, before: int) -> None:

@@ -190,8 +190,8 @@ def sweep(db: Database, blobs: BlobFolder) -> int:
         )
         query = select(Upload).where(Upload.state == UploadState.DOOMED.value).limit(_MOST_SWEPT)
         doomed = session.scalars(query).all()
-    # Files are erased outside of a transaction. A kill here leaves the rows doomed, and the next
-    # sweep erases them again.
+    # Files are erased outside of a transaction. If the process is killed here, the rows stay doomed, and
+    # the next sweep erases the files again.
     for row in doomed:
         erase(open_folder(blobs, tenant_id=row.tenant_id, upload_id=row.id))
     with db.write() as session:
@@ -208,7 +208,7 @@ def sweep(db: Database, blobs: BlobFolder) -> int:
 
 @dataclass(slots=True)
 class Kept:
-    """The stored amount of a device: its reports, its uploads, and the bytes of the uploads."""
+    """Amount stored for a device: the number of reports, and the number and bytes of uploads."""
 
     runs: int = 0
     uploads: int = 0
@@ -216,7 +216,7 @@ class Kept:
 
 
 def kept_of(session: Session, device_ids: Sequence[str]) -> dict[str, Kept]:
-    """Return what the service keeps of each of these devices."""
+    """Return how much the service stores of each of these devices."""
     found = {device_id: Kept() for device_id in device_ids}
     reports = select(Run.device_id, func.count()).where(
         Run.device_id.in_(device_ids), Run.deleted_at.is_(None)
@@ -262,7 +262,7 @@ def _outstanding(session: Session, device_id: str, at: datetime) -> int:
 
 
 def _used_up(allowed: str, at: datetime, oldest: datetime) -> QuotaError:
-    # The limit counts a sliding day, so room appears when the oldest entry leaves it.
+    # The limit holds for the last 24 hours, so the device may send again when its oldest entry is a day old.
     wait_s = max(1, int((oldest + DAY - at).total_seconds()) + 1)
     return QuotaError(
         f"This device has sent {allowed}, as many as are allowed. Try again later.", retry_after_s=wait_s

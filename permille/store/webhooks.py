@@ -1,8 +1,8 @@
-"""Webhooks, and the events on their way to them.
+"""Webhooks, and the events to deliver to them.
 
-The transaction that causes an event adds one row for each webhook. Any worker may deliver it. The
-worker claims the row for two minutes, sends the event, and stores the outcome. A killed worker
-loses no event, but a receiver may get an event twice, with the same id.
+The transaction that causes an event adds one row for each webhook. Any worker may deliver the event. It
+claims the row for two minutes, sends the event, and stores the outcome. If the worker is killed, no
+event is lost, but a receiver may get an event twice, with the same id.
 """
 
 import json
@@ -28,7 +28,7 @@ MAX_WEBHOOKS: Final = 20
 RETRY_AFTER_S: Final = (5, 300, 1800, 7200, 18_000, 36_000)
 CLAIMED_FOR: Final = timedelta(minutes=2)
 KEPT_FOR: Final = timedelta(days=30)
-# One worker delivers these one by one within `CLAIMED_FOR`.
+# The most events that a worker claims at once. It must deliver them one by one within `CLAIMED_FOR`.
 _MAX_CLAIMED: Final = 3
 _FAILURE_CHARACTERS: Final = 200
 

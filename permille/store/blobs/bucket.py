@@ -7,8 +7,8 @@ failure is a `BlobStoreError` if trying later may help, and an `OperatorError` i
 Credentials come from where all AWS programs look (AWS_ACCESS_KEY_ID, a profile, or the machine's
 role). No message contains one.
 
-The module uses botocore without boto3. The transfers of boto3 hash single parts, never the whole
-file against its digest.
+The module uses botocore without boto3. The transfers of boto3 hash only single parts. They never
+check the digest of the whole file.
 """
 
 import base64
@@ -30,7 +30,7 @@ from permille.package.blobs import CHUNK_BYTES
 from permille.store.errors import BlobStoreError
 from permille.store.settings import BucketAddress
 
-# Larger files are sent in parts of this size. Parts grow if a file would need more than 10,000.
+# Larger files are sent in parts of this size. The parts are larger if a file would need more than 10,000.
 PART_BYTES: Final = 64 << 20
 _MOST_PARTS: Final = 10_000
 _AT_A_TIME: Final = 4
@@ -68,10 +68,10 @@ class Bucket:
     """The objects of one bucket. It is safe for threads.
 
     Args:
-        attempts: of each request. The wait between them grows to some seconds.
-        sleep: waits before an interrupted body continues; tests replace it.
+        attempts: the number of attempts for each request. The pause between them grows to some seconds.
+        sleep: the function that waits before an interrupted body continues. Tests replace it.
         reach_s: the timeout of `reach`.
-        part_bytes: files that are larger are sent in parts of this size.
+        part_bytes: a file that is larger is sent in parts of this size.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Bucket:
                 # Progress resets the count: a long download may break often and still finish.
                 failed = 1 if at > was else failed + 1
                 if failed >= self._attempts:
-                    raise BlobStoreError(f"{key} broke off at byte {at} of {end}") from broken
+                    raise BlobStoreError(f"The download of {key} stopped at byte {at} of {end}.") from broken
                 self._sleep(random.uniform(0.0, 0.2 * 2.0**failed))  # noqa: S311 - jitter needs no secrecy
 
     def put(self, key: str, path: Path, digest: str) -> None:
@@ -242,7 +242,7 @@ class Bucket:
                     read_timeout=timeout_s,
                     max_pool_connections=50,
                     retries={"mode": "standard", "total_max_attempts": attempts},
-                    # Buckets of other vendors often lack the newer checksums and bucket names as hosts.
+                    # Other vendors often lack the newer checksums, and bucket names as host names.
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
                     s3={"addressing_style": "path" if self.address.endpoint else "auto"},
@@ -278,8 +278,8 @@ class Bucket:
 
     @contextmanager
     def _errors(self, step: str) -> Iterator[None]:
-        """Translate errors of botocore. Do not quote the bucket's messages, which may contain a signed
-        request.
+        """Translate errors of botocore. The bucket's own messages are not quoted, because they may contain
+        a signed request.
 
         Raises:
             PackageError: `blob-missing`: there is no such object or upload.
@@ -295,7 +295,7 @@ class Bucket:
             code = str(exc.response.get("Error", {}).get("Code", "?"))[:60]
             if code in _GONE:
                 raise PackageError("blob-missing", f"{failed}: {code}") from exc
-            # Wrong credentials do not heal by themselves, so do not repeat such a request.
+            # Repeating the request does not help if, for example, the credentials are wrong.
             kind = OperatorError if code in _PERSON else BlobStoreError
             raise kind(f"{failed}: {code}") from exc
         except (exceptions.HTTPClientError, exceptions.ConnectionError) as exc:
@@ -303,7 +303,7 @@ class Bucket:
         except exceptions.BotoCoreError as exc:  # no credentials, no region
             raise OperatorError(f"{failed}: {type(exc).__name__}: {exc}") from exc
         except (LookupError, ValueError, RecursionError) as exc:  # RecursionError: endless redirects
-            raise BlobStoreError(f"{failed}: its answer says nothing ({type(exc).__name__})") from exc
+            raise BlobStoreError(f"{failed}: its answer is not valid ({type(exc).__name__})") from exc
 
     def _body(self, key: str, at: int, end: int | None) -> tuple[Any, int]:
         """Open a body from byte `at` on. Return it with its size. Raises BlobStoreError if it begins
@@ -316,7 +316,7 @@ class Bucket:
         # A server may ignore the range and send the whole object, which would corrupt the blob.
         if asked and not begins.startswith(f"bytes {at}-"):
             part["Body"].close()
-            raise BlobStoreError(f"Asked for {key} from byte {at}, the bucket sent {begins or 'the whole'}")
+            raise BlobStoreError(f"The bucket sent {begins or 'all'} of {key}, not byte {at} on.")
         return part["Body"], size_bytes
 
     def _put_parts(self, key: str, path: Path, digest: str) -> None:
@@ -351,7 +351,7 @@ class Bucket:
                     parts.append(waiting.popleft().result())
             parts += [sent.result() for sent in waiting]
         if (found := "sha256:" + whole.hexdigest()) != digest:
-            raise PackageError("blob-digest", f"{digest} became {found} on its way to the bucket")
+            raise PackageError("blob-digest", f"The file of blob {digest} has the digest {found}.")
         return parts
 
     def _send_part(self, key: str, upload_id: str, number: int, data: bytes) -> dict[str, object]:

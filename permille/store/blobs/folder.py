@@ -5,8 +5,8 @@ and hashed in the folder, then sent to the bucket. It exists once it is in the b
 from digests like paths: `<prefix>/sha256/<2 hex>/<64 hex>`.
 
 Several processes share the folder. Its size is bounded: the least recently used copies are deleted
-first. A copy stays while a living process has its path or an open file of it. Both are file locks,
-which the kernel releases when the process ends.
+first. A copy stays while a process uses its path or has it open. Such a process holds a lock on the
+file, which the kernel releases when the process ends.
 """
 
 import fcntl
@@ -30,7 +30,8 @@ from permille.store.blobs.bucket import Bucket
 from permille.store.settings import BucketAddress, StoreSettings
 
 _KEY: Final = re.compile(r"([^/]+/)*sha256/([0-9a-f]{2})/\2[0-9a-f]{62}", re.ASCII)
-# The most paths that one process holds. It releases older ones, or it would fill the disk in time.
+# The most copies that one process holds for their paths. It then releases the one whose path was requested
+# longest ago. Without this limit, a long-lived process would fill the disk.
 _MOST_HELD: Final = 256
 
 
@@ -38,7 +39,8 @@ def open_blobs(settings: StoreSettings, *, attempts: int = 5) -> BlobFolder:
     """Return the blob store of the settings: a folder, or a bucket with a folder of copies.
 
     Args:
-        attempts: of each request to a bucket. A worker can wait longer than a client of the API.
+        attempts: the number of attempts for each request to a bucket. A worker can wait longer than a
+            client of the API, so it may use more.
 
     Raises:
         OperatorError: the settings name a bucket, and botocore is not installed.
@@ -87,8 +89,8 @@ class BlobCache(BlobFolder):
         return file
 
     def hold(self, digest: str, file: BinaryIO) -> Path:
-        """Return the path of an open copy. The copy stays as long as this process, or until
-        `_MOST_HELD` others.
+        """Return the path of an open copy. The copy stays until this process ends, or until it has held
+        `_MOST_HELD` others since.
         """
         with self._lock:
             before = self._held.pop(digest, None)
@@ -107,7 +109,7 @@ class BlobCache(BlobFolder):
         with self.locked("room"):
             copies = sorted(self.entries(), key=lambda copy: copy.written_at_s)
             over = sum(copy.size_bytes for copy in copies) + size_bytes - self._most_bytes
-            # Other programs may fill the disk, whatever our own bound is.
+            # Other programs may have filled the disk, so our own bound is not enough.
             over = max(over, size_bytes - shutil.disk_usage(self.root).free)
             for copy in copies:
                 if over <= 0:
@@ -137,7 +139,7 @@ class BucketFolder(BlobFolder):
     """Blobs in a bucket. It is safe for processes and threads.
 
     Args:
-        names: the names of this store within the bucket; empty for the shared blobs.
+        names: the path of this store within the bucket (see `below`); empty for the shared blobs.
         private: keep no local copies.
     """
 
@@ -156,8 +158,8 @@ class BucketFolder(BlobFolder):
         return BucketFolder(bucket, self._cache, names=self._names, private=self._private)
 
     def path(self, digest: str) -> Path:
-        """Return the path of a local copy, and download it if needed. It stays as long as this
-        process.
+        """Return the path of a local copy, and download it if needed. `BlobCache.hold` says how long
+        the copy stays.
 
         Raises:
             PackageError: `digest-malformed`, `blob-missing`, or `blob-digest` if the bucket holds
@@ -172,7 +174,7 @@ class BucketFolder(BlobFolder):
         """Open the blob for reading. Raises as `path` does."""
         if not self._private:
             return self._copy(digest)
-        # Without a name, so personal data leaves no file behind if the process is killed.
+        # The file has no name. So no personal data stays on the disk if the process is killed.
         file = tempfile.TemporaryFile(dir=self.incoming())  # noqa: SIM115 - the caller closes it
         for chunk in self._bucket.read(self._key(digest)):
             file.write(chunk)
@@ -213,7 +215,7 @@ class BucketFolder(BlobFolder):
         return self.entry(digest) is not None
 
     def entries(self) -> Iterator[StoredBlob]:
-        """List all blobs of this store, sorted by digest. Stores below it are not included."""
+        """List all blobs of this store, sorted by digest. Stores below this one are not included."""
         for found in self._bucket.entries(f"{self._prefix}sha256/"):
             digest = f"sha256:{found.key.rpartition('/')[2]}"
             if is_digest(digest):
@@ -230,18 +232,18 @@ class BucketFolder(BlobFolder):
         return BucketFolder(self._bucket, self._cache, names=(*self._names, *names), private=private)
 
     def names(self) -> list[str]:
-        """Return the names of the stores directly below, sorted."""
+        """Return the names of the stores directly below this one, sorted."""
         return self._bucket.names(self._prefix)
 
     def erase(self) -> None:
         """Delete this store with everything in it. Idempotent."""
         # The store at the top holds the blobs of all tenants.
         if not self._names:
-            raise ValueError("Only a store below the blobs can be erased, not all blobs.")
+            raise ValueError("This is the store of all tenants' blobs. Erase a store below it instead.")
         self._bucket.erase(self._prefix)
 
     def check_writable(self, size_bytes: int) -> None:
-        """Write this many bytes locally, and ask the bucket whether it is there.
+        """Write this many bytes locally and remove them, and check that the bucket can be used.
 
         Raises:
             OSError: from the file system.
@@ -256,7 +258,7 @@ class BucketFolder(BlobFolder):
         return super().sweep(before_s=before_s) + aborted
 
     def stream(self, digest: str, begin: int, end: int) -> Iterator[bytes]:
-        """Yield bytes of a blob from the bucket, without a check. The receiver compares the hash."""
+        """Yield bytes of a blob from the bucket. They are not checked here: the receiver hashes them."""
         return self._bucket.read(self._key(digest), begin, end)
 
     def opened_by(self, digest: str, media_type: str) -> str:
@@ -269,7 +271,7 @@ class BucketFolder(BlobFolder):
 
     def _is_ours(self, key: str) -> bool:
         """Return whether this is the key of a blob, in this store or in one below it."""
-        # Without a prefix, other programs may use the bucket, too.
+        # If the address has no prefix, the bucket may also hold keys of other programs.
         return _KEY.fullmatch(key.removeprefix(self._prefix)) is not None
 
     def _key(self, digest: str) -> str:
@@ -292,7 +294,8 @@ class BucketFolder(BlobFolder):
             writer.commit(digest)
 
     def _install(self, temporary: Path, digest: str) -> None:
-        # First the bucket, then the copy: a blob with only a copy would not exist for other machines.
+        # Store the blob in the bucket first. A blob that is only in this folder would not exist for other
+        # machines.
         self._bucket.put(self._key(digest), temporary, digest)
         if self._private:
             temporary.unlink()

@@ -1,9 +1,9 @@
-"""The privacy ledger: each device is charged once for every round whose sum includes its integers.
+"""The privacy ledger: each device is charged once for every round whose sum includes its contribution.
 
-An accepted contribution reserves the charge of its round. A sum spends it, even if the round is
-void in the end. The charge is released only if no sum was made: too few contributions came, or the
-device withdrew. All changes happen in the transactions that accept, publish and void, so a retry
-cannot charge twice.
+An accepted contribution reserves a charge. Once the sum of the round is computed, the charge is spent,
+even if the round is void in the end. The charge is released only if the contribution entered no sum: too
+few contributions came, or the device withdrew. All changes happen in the transactions that accept,
+publish and void, so a retry cannot charge twice.
 """
 
 from sqlalchemy import ColumnElement, func, select, update
@@ -35,7 +35,8 @@ def members_left(session: Session, federation: Federation, *, besides: int) -> i
             .group_by(PrivacyCharge.device_id)
             .having(func.count() >= federation.participations)
         )
-        # `device_id` is a part of the key, so it is never NULL, which NOT IN would not survive.
+        # `device_id` is a part of the key, so it is never NULL. NOT IN would select nothing from a list with
+        # NULL.
         members = members.where(FederationMember.device_id.not_in(spent))
     return session.scalar(members) or 0
 
@@ -56,7 +57,7 @@ def is_spent(session: Session, federation: Federation, device_id: str, *, beside
 
 
 def reserve(session: Session, federation: Federation, *, number: int, device_id: str) -> None:
-    """Charge a device for the open round, whose row is locked. Without privacy, do nothing.
+    """Charge a device for the open round, whose row is locked. Do nothing without differential privacy.
 
     Raises:
         BudgetSpentError: the device has taken part in all rounds that its budget allows.
@@ -68,7 +69,8 @@ def reserve(session: Session, federation: Federation, *, number: int, device_id:
         return
     if is_spent(session, federation, device_id, besides=number):
         raise BudgetSpentError(
-            f"The device has taken part in all {federation.participations} rounds that were promised."
+            f"The device has taken part in {federation.participations} rounds, as many as its privacy budget "
+            "allows."
         )
     if row is None:
         row = PrivacyCharge(
@@ -85,7 +87,8 @@ def release(session: Session, *, federation_id: str, number: int, device_id: str
 
 def settle(session: Session, row: Round) -> None:
     """End the charges of a locked round that ends. They are spent, or released if no sum was made."""
-    # With a job, a sum may exist, or a keeper may have told it, even if the round is void in the end.
+    # If the round has a job, the job or a keeper may have computed a sum, even if the round is void in the
+    # end.
     state = ChargeState.RELEASED if row.job_id is None else ChargeState.SPENT
     _move(session, row.federation_id, row.number, state)
 

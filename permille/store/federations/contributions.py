@@ -44,9 +44,9 @@ class Received:
 
 
 def invite(session: Session, *, federation: Federation, device_id: str) -> tuple[Round, Participation] | None:
-    """Invite a member to the open round, or return None if it is not drawn or cannot take part.
+    """Invite a member to the open round. Return None if the member is not drawn or cannot take part.
 
-    The draw is a hash of round and device, so the answer does not change while the round is open.
+    The draw uses a hash of round and device, so asking again gives the same draw.
 
     Raises:
         NotFoundError: the device is not a member.
@@ -78,7 +78,7 @@ def invite(session: Session, *, federation: Federation, device_id: str) -> tuple
 
 
 def place_of(session: Session, *, federation: Federation, number: int, device_id: str) -> Place:
-    """Return the round to which a member was invited, with the state to begin from.
+    """Return the place of a member's contribution: the round, and the digest of its start state.
 
     Raises:
         NotFoundError: the device is not a member, or was not invited.
@@ -90,7 +90,7 @@ def place_of(session: Session, *, federation: Federation, number: int, device_id
     if row is None or held is None:
         if number < federation.number:
             raise RoundClosedError(
-                f"The contribution is to round {number}, but round {federation.number} is open."
+                f"The contribution is for round {number}, but round {federation.number} is open."
             )
         raise NotFoundError(f"There is no invitation to round {number}.")
     return Place(round_number=number, start_digest=row.start_digest)
@@ -123,7 +123,7 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
     if held.digest is not None:
         raise ContributionConflictError(f"The device sent {held.digest} before, and now {sent.digest}.")
     charges.reserve(session, federation, number=row.number, device_id=sent.device_id)
-    # The charge is reserved before, so no contribution is stored that the budget does not cover.
+    # The charge is already reserved, so the budget covers every contribution that is stored.
     held.digest, held.data = sent.digest, sent.data
     _, received_so_far = rounds.counts(session, row)
     return True, rounds.begin_closing(session, row) if received_so_far >= federation.target else None

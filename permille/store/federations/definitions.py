@@ -84,7 +84,7 @@ def pause(federation: Federation) -> None:
 
 
 def finish(session: Session, federation: Federation) -> str | None:
-    """End a locked federation for good. Its open round closes with the contributions that came.
+    """End a locked federation for good. Its open round ends with the contributions that have arrived.
     Idempotent.
 
     Returns:
@@ -96,8 +96,8 @@ def finish(session: Session, federation: Federation) -> str | None:
 
 
 def for_device(session: Session, *, tenant_id: str, release: str, federation_id: str) -> Federation:
-    """Read a federation that a device which follows `release` may see. Raises NotFoundError for
-    drafts.
+    """Read a federation for a device that follows `release`. Raises NotFoundError for drafts and for
+    federations of other releases.
     """
     row = rows.get(session, Federation, tenant_id=tenant_id, row_id=federation_id)
     if row.release != release or row.state == FederationState.DRAFT:

@@ -14,7 +14,9 @@ from permille.store.tables import Federation, FederationCheckpoint, Round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A path to a state: a checkpoint or None, the records of the rounds after it, and the head."""
+    """A way to compute a state: start from a checkpoint, or from a known state if it is None, and apply
+    the records of the rounds after it. `head` belongs to the resulting state.
+    """
 
     checkpoint: tuple[bytes, Head] | None
     records: Sequence[bytes]
@@ -22,7 +24,7 @@ class Way:
 
 
 def way_to(session: Session, federation: Federation, *, after: int, until: int) -> Way:
-    """Return the smallest path from the state after `after` rounds to the state after `until` rounds.
+    """Return the shorter way from the state after `after` rounds to the state after `until` rounds.
 
     It is either the records of all rounds between them, or a checkpoint and the records after it.
 
@@ -38,14 +40,14 @@ def way_to(session: Session, federation: Federation, *, after: int, until: int) 
     )
     newest = session.execute(query.order_by(FederationCheckpoint.number.desc()).limit(1)).first()
     begin = after
-    # A checkpoint replaces the records before it, and pays off if it is smaller.
+    # A checkpoint replaces the records before it. Use it if it is smaller than these.
     if newest is not None and newest[1] < _record_bytes(session, federation, after, newest[0]):
         begin = newest[0]
     return _way(session, federation, begin, until, has_state=begin == after)
 
 
 def newest_way(session: Session, federation: Federation) -> Way:
-    """Return the path from the newest checkpoint to the current state."""
+    """Return the way from the newest checkpoint to the current state."""
     query = select(func.max(FederationCheckpoint.number))
     begin = session.scalar(query.where(FederationCheckpoint.federation_id == federation.id)) or 0
     return _way(session, federation, begin, federation.number, has_state=begin == 0)

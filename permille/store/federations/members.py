@@ -1,5 +1,5 @@
-"""Members of federations: devices whose owners let them join. Contributions to open rounds go when
-they leave.
+"""Members of federations: devices whose owners let them join. When a device leaves, its contributions
+to open rounds are deleted.
 """
 
 from typing import cast
@@ -43,7 +43,7 @@ def offers(
 ) -> list[tuple[Federation, bool]]:
     """Return the federations that a device may join or is a member of, oldest first.
 
-    Each comes as its columns and whether the device is a member.
+    Return for each federation the columns of its row, and whether the device is a member.
     """
     values = {"tenant_id": tenant_id, "release": release, "device_id": device_id}
     found = session.execute(_OFFERS, values)

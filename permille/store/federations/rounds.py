@@ -1,8 +1,8 @@
 """Rounds as a state machine: open -> closing -> published or void.
 
 A round is open until enough devices have contributed, or until its deadline. Then a job closes it.
-The transaction that ends the open state adds this job. A round with too few contributions is void
-without a job. Every change of a round, and every contribution to it, first locks its row. The job
+The transaction that ends the open state adds this job. A round with too few contributions becomes void
+without a job. Every change of a round, and every contribution to it, first locks the round's row. The job
 reads the contributions, and the transaction that publishes the result deletes them.
 
 `permille.store.database` defines the order of locks: job, federation, member, round. The locks do
@@ -39,13 +39,13 @@ class Ended:
     """Result of a round.
 
     Attributes:
-        record: its bytes (FORMAT 13.3).
-        counted: the number of devices.
-        state_digest: of the federation's new state.
+        record: the bytes of the round's record (FORMAT 13.3).
+        counted: the number of devices whose contributions entered the sum.
+        state_digest: the digest of the federation's new state.
         reach: the bound of the new state (FORMAT 7.3).
         state: the new state, packed.
-        gains: mean and standard error of the measured gains in nats per token; None from too few
-            devices.
+        gains: the mean of the gains that devices measured, and its standard error, in nats per token.
+            None if too few devices measured.
     """
 
     record: bytes
@@ -101,8 +101,9 @@ def open_next(session: Session, federation: Federation) -> None:
 def end(session: Session, federation: Federation, row: Round) -> str | None:
     """End an open round with the contributions that came. Round and federation must be locked.
 
-    If there are too few, the round is void at once. If no device was invited, the deadline moves
-    on. If no member may take part any more, the federation pauses until others join.
+    If there are too few contributions, the round is void at once. If no device was invited, the
+    deadline is postponed. If, in addition, all members have spent their privacy budgets, the federation
+    pauses.
 
     Returns:
         The id of the job that closes the round, or None.
@@ -237,7 +238,7 @@ def begin_closing(session: Session, row: Round) -> str:
         max_attempts=_ATTEMPTS,
     )
     job_id = queue.submit(session, new).id
-    # In the transaction that added the job, so a closing round always has one.
+    # This is the transaction that adds the job, so a closing round always has a job.
     row.state, row.job_id = RoundState.CLOSING.value, job_id
     return job_id
 

@@ -1,6 +1,6 @@
-"""Compare two versions of a release: does the newer one make devices worse?
+"""Compare two versions of a release: do devices get worse results with the newer one?
 
-The comparison covers all devices of both versions. For the loss it compares each device with
+The comparison covers all devices of both versions. For the loss, it compares each device with
 itself, since the texts of users differ more than versions do. Each measure has 95 % confidence, so
 among many comparisons of equal versions some will show a significant difference.
 """
@@ -40,9 +40,10 @@ def compare(
     """Compare a version with another one.
 
     Args:
-        version: the newest version if it is left out.
-        against: if it is left out, the highest lower version that was not yanked.
-        counted: whole results of versions of this release, which need not be counted again.
+        version: the version to judge. The default is the newest one.
+        against: the version to compare with. The default is the highest lower version that was not
+            yanked.
+        counted: results that the caller already has from `versions.results` with `least` 0.
 
     Raises:
         NotFoundError: there is no such version, or no version to compare with.

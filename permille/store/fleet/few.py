@@ -3,7 +3,7 @@
 If only one group were hidden, its count would follow from the total. So groups are hidden from the
 smallest up, until the hidden groups together are large enough.
 
-Two views at different times must not reveal what one device did between them. So counts are rounded
+Two views at different times must not reveal what one device did in between. So counts are rounded
 to multiples of ten, and measured values to two digits. A single device seldom changes such a
 number. When it does, a viewer learns only that a count passed a boundary.
 """
@@ -29,8 +29,8 @@ def hide(counts: Mapping[Key, int], least: int) -> dict[Key, int | None]:
     shown: dict[Key, int | None] = {key: rounded(count, least) for key, count in counts.items()}
     hidden = 0
     for key, count in sorted(counts.items(), key=lambda item: item[1]):
-        # Hide one more group while the hidden groups together are too small: their sum is the total less
-        # the shown ones.
+        # Hide one more group while the hidden groups together are too small. Anyone can compute their sum:
+        # the total less the shown counts.
         if count == 0 or (count >= least and not 0 < hidden < least):
             continue
         shown[key] = None

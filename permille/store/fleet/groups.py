@@ -38,7 +38,7 @@ def create(session: Session, *, tenant_id: str, name: str, rule: GroupRule) -> D
         raise ConflictError(f"There is a group {name!r} already: take another name.")
     known = set(session.scalars(select(Device.id).where(*active(tenant_id), Device.id.in_(rule.devices))))
     for device_id in rule.devices:
-        # It raises for an unknown device. A device that left is accepted, and is never selected.
+        # `rows.get` raises for an unknown device. A device that left is accepted, but never selected.
         if device_id not in known:
             rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
     return rows.add(
@@ -57,7 +57,7 @@ def delete(session: Session, *, tenant_id: str, group_id: str) -> None:
     """Remove a group that no rollout uses. Raises NotFoundError, ConflictError."""
     row = rows.lock(session, DeviceGroup, tenant_id=tenant_id, row_id=group_id, to_remove=True)
     if session.scalar(select(Rollout.id).where(Rollout.group_id == group_id).limit(1)) is not None:
-        raise ConflictError(f"A rollout was made for the group {row.name!r}: it stays.")
+        raise ConflictError(f"A rollout was made for the group {row.name!r}, so it cannot be deleted.")
     session.delete(row)
 
 
@@ -80,8 +80,8 @@ def put_facts(session: Session, *, device_id: str, facts: Facts) -> None:
 def candidates(
     session: Session, *, tenant_id: str, release: str | None = None, alias: str | None = None
 ) -> list[Candidate]:
-    """Read the active devices of a tenant, or of one alias."""
-    # Columns, not rows: there may be ten thousand devices.
+    """Read the active devices of a tenant, optionally only those that follow an alias of a release."""
+    # Read columns instead of objects, since there may be ten thousand devices.
     query = select(
         Device.id, Device.tags, Device.own_tags, Device.agent_version, Device.engine, Device.memory_bytes
     )

@@ -146,7 +146,7 @@ def approve(row: Rollout, wave: int) -> None:
 
     Args:
         wave: the number of the next wave, from 2. The number ensures that a repeated request cannot
-            approve another wave. An earlier wave from 2 is accepted, and opens nothing.
+            approve another wave. The number of an earlier wave (from 2) is accepted without effect.
 
     Raises:
         ConflictError: the rollout has ended or needs no approval, or the wave is below 2 or after the next
@@ -174,7 +174,8 @@ def stop(session: Session, row: Rollout) -> None:
 
 
 def want_revert(session: Session, row: Rollout) -> None:
-    """Stop a rollout and mark it for revert. The API publishes the earlier package when it signs next.
+    """Stop a rollout and mark it for a revert. The API then publishes the earlier package when it next
+    signs the metadata.
 
     Raises:
         ConflictError: the rollout is a draft, is done or reverted, or a later rollout of the alias
@@ -200,10 +201,10 @@ def unsigned(session: Session, *, tenant_id: str) -> list[Rollout]:
 
 
 def offer_of(row: Rollout) -> Offer | None:
-    """Return the record of a rollout to sign, or None if the metadata needs none.
+    """Return the record of a rollout to sign, or None if the metadata needs no record.
 
-    None for a draft, for a rollout that was stopped as a draft, and for one that is done or reverted.
-    Devices then follow the alias.
+    It needs none for a draft, for a rollout that was stopped as a draft, and for a rollout that is done or
+    reverted. Devices then follow the alias.
     """
     if row.state not in _LISTED or row.opened_at is None:  # `opened_at` is None if it was stopped as a draft
         return None
@@ -247,7 +248,7 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
             rollout_id=row.id, device_id=device.id, tenant_id=row.tenant_id, wave=wave, began_at=at
         )
         session.add(found)
-    # The same result again is a retry, and must not reset `acknowledged`.
+    # A report with the same result is a retry, and must not reset `acknowledged`.
     ends = report.code is not None and report.code != found.code
     found.installed, found.damage = report.installed, report.damage
     found.worse, found.difference = report.worse, report.difference
@@ -279,7 +280,7 @@ _NOT_FAILED: Final = (ReportCode.OK.value, ReportCode.SILENT.value)
 
 
 def sweep(db: Database) -> None:
-    """Advance every running rollout. A killed sweeper loses nothing."""
+    """Advance every running rollout. If the sweeper is killed, the next sweep continues."""
     with db.read() as session:
         running = session.execute(
             select(Rollout.tenant_id, Rollout.id).where(Rollout.state == RolloutState.RUNNING.value)

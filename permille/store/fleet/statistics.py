@@ -1,6 +1,6 @@
 """Robust statistics over many devices, from counts and ranks.
 
-A made-up value of one device cannot move them far.
+A false value from one device cannot change the results much.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Final
 
-# Two-sided 95 %.
+# The quantile of the normal distribution for a two-sided confidence of 95 %.
 SURE: Final = NormalDist().inv_cdf(0.975)
 
 
@@ -25,9 +25,9 @@ class Interval:
 def median_ranks(n: int) -> tuple[int, int, int]:
     """Return the ranks, from 0, of the median of `n` sorted values and of its 95 % interval.
 
-    The interval is by order statistics. The number of values below the median is binomial with
-    probability 1/2, which we approximate by a normal distribution. With too few values, the ranks
-    of the bounds are -1 and `n`.
+    The bounds of the interval are two of the sorted values. The number of values below the true median is
+    binomial with probability 1/2, which we approximate by a normal distribution. With too few values,
+    the ranks of the bounds are -1 and `n`.
 
     Example:
         >>> median_ranks(100)

@@ -36,7 +36,7 @@ def summary(session: Session, *, tenant_id: str, least: int = 0) -> Fleet:
         agents=_groups(agents, least),
         engines=_groups(engines, least),
         versions=results(session, _known_releases(session, tenant_id), least=least),
-        # All runs of a day may be those of one device, so they are left out where counts are hidden.
+        # All runs of a day may come from one device, so the days are left out where counts are hidden.
         days=[] if least else _days(session, tenant_id, at),
     )
 
@@ -71,7 +71,7 @@ def _known_releases(session: Session, tenant_id: str) -> list[Release]:
 
 
 def _count_devices(session: Session, tenant_id: str, at: datetime) -> list[Counter[str]]:
-    """Count devices by the time when they were last seen, by agent and by engine, in one query."""
+    """Count devices by the time when they were last seen, by agent version and by engine, in one query."""
     names = (
         _seen(at),
         func.coalesce(Device.agent_version, "unknown"),
@@ -88,7 +88,9 @@ def _count_devices(session: Session, tenant_id: str, at: datetime) -> list[Count
 
 
 def _groups(counts: Counter[str], least: int) -> list[Group]:
-    """Return the groups of devices, largest first. Small groups are summed up under one name."""
+    """Return the groups of devices, largest first. All hidden groups appear under one name, without a
+    count.
+    """
     told = [(key, count) for key, count in hide(counts, least).items() if count is not None]
     told.sort(key=lambda group: (-group[1], group[0]))  # by the rounded count, so the order reveals nothing
     groups = [Group(name=key, devices=count) for key, count in told]
@@ -104,7 +106,7 @@ def _days(session: Session, tenant_id: str, at: datetime) -> list[RunsOfDay]:
     """Count the runs of the last 30 days by the day on which they ended."""
     first = at.date() - timedelta(days=DAYS - 1)
     begin = datetime(first.year, first.month, first.day, tzinfo=UTC)
-    # Integer division works alike in SQLite and PostgreSQL. Their date functions differ.
+    # Integer division is the same in SQLite and PostgreSQL, but their date functions differ.
     day = type_coerce(Run.ended_at, BigInteger) // _DAY_US
     adopted = func.sum(case((Run.outcome == Outcome.ADOPTED.value, 1), else_=0))
     query = (

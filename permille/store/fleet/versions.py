@@ -1,7 +1,8 @@
 """Results of devices on the versions of releases.
 
 Only the newest run of each device on a version counts, so a device that reports two hundred runs a
-day has one vote. Medians are read from an index by their rank.
+day has one vote. The median of a column is the value at its middle rank. For the gain, an index gives
+this value without a sort.
 """
 
 from collections import Counter
@@ -53,7 +54,7 @@ def _results(
     adopted, told_reported = shown[Outcome.ADOPTED], rounded(reported, least)
     improvement = median(session, row, Run.gain, least=least) if visible else None
     memory = _middle(session, row, Run.peak_rss_bytes, least)
-    # Like the memory, it has no index that sorts it, so only its median is computed.
+    # No index sorts runs by the rise or the memory, so only the medians are computed, without intervals.
     rise = _middle(session, row, Run.rise, least)
     return VersionResults(
         name=row.name,

@@ -4,8 +4,9 @@
     ...                                              # compute, and call `renew` meanwhile
     complete(session, held, result_id="mask_...")    # in the transaction that writes the result
 
-A claim locks the queued job and increments its attempt and its *fence*. Every later call checks the
-fence, so a worker that lost its lease cannot publish. All times come from the database's clock. The
+A claim locks the queued job, and increments its attempt and its *fence*, a number that only grows. Every
+later call compares the fence of the claim with that of the job, so a worker that lost its lease cannot
+publish. All times come from the database's clock. The
 blobs of a result must be stored before the transaction that calls `complete`.
 """
 
@@ -61,7 +62,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepReport:
-    """Numbers of jobs that a sweep queued again, gave up or cancelled."""
+    """Numbers of jobs that a sweep queued again, ended as `dead`, or ended as `cancelled`."""
 
     requeued: int
     died: int
@@ -73,9 +74,9 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
 
     The order is fair between tenants. The tenant with the fewest running jobs comes first. Among
     equals, the tenant that has waited longest for its turn comes first. Within a tenant, the operators'
-    jobs come before the jobs that check uploads of devices. Among devices, the same rule holds as
-    among tenants. A tenant that queues many jobs therefore delays another tenant by at most one job per
-    worker. Jobs that wait for their parts are not queued: see `permille.store.jobs.parents`.
+    jobs come before the jobs that check uploads of devices. The order among devices follows the same
+    rule as the order among tenants. A tenant that queues many jobs therefore delays another tenant by at
+    most one job per worker. Jobs that wait for their parts are not queued: see `permille.store.jobs.parents`.
 
     Example:
 
@@ -146,7 +147,7 @@ def _count_running(session: Session) -> tuple[Counter[str], Counter[str]]:
 
 
 def _devices(tenant_id: str, at: datetime) -> Select[str]:
-    """Select the tenant's devices that have a due upload, the one served longest ago first."""
+    """Select the tenant's devices whose uploads have a due job, the one served longest ago first."""
     waiting = (
         select(Job.device_id, func.min(Job.available_at).label("due_at"), func.min(Job.id).label("first"))
         .where(
@@ -346,7 +347,7 @@ def sweep(db: Database) -> SweepReport:
 def take_undispatched(session: Session, *, resend_after_s: float) -> list[str]:
     """Return the queued jobs to send to the broker, and mark them as sent.
 
-    These are jobs that were never sent, and jobs whose message was sent some time ago and may be lost.
+    These are jobs that were never sent, and jobs whose last message is so old that it may be lost.
     """
     at = now(session)
     query = (
@@ -444,8 +445,8 @@ def pull_back(db: Database) -> int:
         return 0
     with db.write() as session:
         at = now(session)
-        # Shift all times of a job by the same amount. So leases keep their length: a living worker renews
-        # its lease, and the lease of a dead one expires.
+        # Shift all times of a job by the same amount, so that leases keep their length. Then a living worker
+        # can still renew its lease, and the lease of a dead worker expires.
         earlier = literal(at, Instant()) - type_coerce(Job.updated_at, BigInteger)
         for job_id in job_ids:
             session.execute(

@@ -1,11 +1,11 @@
-"""Messages to workers about new jobs, and the rows in which workers say that they run.
+"""Messages to workers about new jobs, and the rows by which workers show that they run.
 
-The job's row is the truth and the message is a hint. A message carries a job's id, but its receiver
-takes the job whose turn it is. The sweeper sends a lost message again, so `send` never fails a
-request. Without a broker nothing is sent: local workers poll the database. Celery is imported only
-where a broker is configured.
+The database decides about jobs, and a message is only a hint. A message carries a job's id, but the
+worker that receives it claims the next job (`claims.claim`). The sweeper sends a lost message again, so
+a request succeeds even if `send` fails. Without a broker nothing is sent: local workers poll the
+database. Celery is imported only where a broker is configured.
 
-Each worker writes once a minute that it runs, and whether it can export programs. The API uses this
+Once a minute, each worker stores that it runs, and whether it can export programs. The API uses this
 to refuse a job that no worker can do. A worker that was silent for five minutes counts as stopped.
 """
 
@@ -22,7 +22,7 @@ from permille.store.tables import Worker
 
 TASK_NAME = "permille.run_job"
 QUEUE = "permille"
-# A request waits for this at most, since the sweeper sends the message again anyway.
+# The longest time that a request waits for the broker. The sweeper sends a message that failed again.
 SEND_TIMEOUT_S = 3.0
 _NOTED_EVERY: Final = timedelta(minutes=1)
 _SILENT_FOR: Final = timedelta(minutes=5)
@@ -82,7 +82,7 @@ def celery_app(broker_url: str) -> Any:
 
     app = Celery("permille", broker=broker_url, set_as_current=False)
     app.conf.update(
-        # Never pickle: whoever can write to the broker could run code here.
+        # Never accept pickle: anyone who can write to the broker could run code here.
         accept_content=["json"],
         task_serializer="json",
         result_backend=None,
@@ -91,7 +91,7 @@ def celery_app(broker_url: str) -> Any:
         task_acks_late=False,
         task_default_queue=QUEUE,
         worker_prefetch_multiplier=1,
-        # Nobody who reaches the broker may stop or reconfigure workers.
+        # Someone who can reach the broker must not be able to stop or reconfigure workers.
         worker_enable_remote_control=False,
         worker_send_task_events=False,
         broker_connection_retry_on_startup=True,
@@ -117,5 +117,4 @@ def none_can_export(session: Session) -> bool:
     """
     running = select(Worker.exports).where(Worker.seen_at > now(session) - _SILENT_FOR)
     found = session.scalars(running).all()
-    # No worker at all is not the same as no worker that can export.
     return bool(found) and not any(found)

@@ -20,11 +20,11 @@ class Figures:
     Attributes:
         jobs: the number of jobs by kind and state. Jobs that have succeeded are not counted, since
             they are many.
-        waiting_s: for each kind with a waiting job, the seconds since the oldest one could have
-            begun.
+        waiting_s: for each kind with a queued job, the seconds since the job that waits longest could
+            have begun.
         blob_bytes: the bytes of all distinct blobs of artifacts.
-        unreferenced_bytes: the bytes that the last collection left although no row refers to them,
-            or None before the first collection.
+        unreferenced_bytes: the bytes of blobs to which no row refers and which the last collection did
+            not delete yet, or None before the first collection.
         collected_at: the end of the last collection, or None.
         devices: the number of enrolled devices by release and alias.
         rollouts: the number of rollouts by state.
@@ -42,7 +42,7 @@ class Figures:
 
 
 def read_figures(session: Session) -> Figures:
-    """Count everything."""
+    """Read all figures."""
     at = now(session)
     by_state = [
         select(Job.kind, Job.state, func.count()).where(condition).group_by(Job.kind, Job.state)

@@ -1,10 +1,10 @@
 """Jobs that consist of other jobs: builds, and jobs that a worker has split into parts.
 
-No worker holds a waiting job. It is `running` without a worker. The transaction that ends one of
-its parts advances it, and every sweep looks at it again.
+A job that waits for its parts is `running`, but no worker holds it. The transaction that ends a part
+also advances the waiting job. Every sweep advances it again, in case something was missed.
 
-A build waits from the start. Its mask and its quantization run side by side, unless earlier results
-are reused. A build with an adapter has no mask. The package job runs after both. Any other waiting
+A build waits from the start. Its mask job and its quantization job run side by side, unless earlier
+results are reused. A build with an adapter has no mask job. The package job runs last. Any other waiting
 job was split by its worker (`claims.split`). Once all parts have succeeded, it is queued again, and
 its next attempt joins their results.
 """
@@ -36,8 +36,8 @@ def parts_due(request: BuildCreate, results: Mapping[str, str | None]) -> list[P
     """Return the child jobs of a build to add now, with their requests.
 
     Args:
-        results: the kinds of the existing children. The value is the result's id, or None while the
-            child is unfinished.
+        results: for the kind of each existing child, the id of its result, or None while it is
+            unfinished.
     """
     due: list[Part] = []
     mask = request.mask_request()
@@ -68,8 +68,9 @@ def add(session: Session, parent: Job, due: Sequence[Part]) -> None:
 
 
 def take_earlier(session: Session, build: Job, find: Find) -> None:
-    """End the parts of a new build whose result already exists, with that result."""
-    # The parts must be rows before the search: a change of a corpus after that is newer than they are.
+    """End each part of a new build whose result already exists, and give it that result."""
+    # The parts were inserted before this search. If a corpus changes after the search, it is newer than a
+    # part that ends here, so no later build reuses that part.
     for part in transitions.children(session, build.id):
         earlier = find(session, part)
         if earlier is not None:
@@ -101,7 +102,7 @@ def advance_parent(session: Session, job: Job) -> None:
 
 
 def show_progress(session: Session, job: Job) -> None:
-    """Compute the progress of a locked job from its parts, and that of its own parent."""
+    """Compute the progress of a locked job from its parts. Then do the same for its own parent."""
     parts = transitions.children(session, job.id)
     running = [part for part in parts if part.state == JobState.RUNNING]
     if job.kind == JobKind.BUILD:
@@ -177,7 +178,7 @@ def _wait(session: Session, job: Job) -> None:
 
 
 def _stop(session: Session, job: Job, parts: Sequence[Job], broken: Job | None) -> None:
-    """Stop all parts. Once they have ended, end the job in the same way as its broken part."""
+    """Stop all parts. Once they have ended, end the job as cancelled or failed."""
     at = now(session)
     # The parts come oldest first, which is the order of locks.
     for part in (transitions.lock_one(session, part.id) for part in parts):

@@ -32,8 +32,8 @@ def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> J
     """Store a queued job and return it.
 
     If an earlier job of the same kind and payload used the same idempotency key, return that job.
-    The first child jobs of a build are stored with it. `find` may return an earlier job with the
-    same request and inputs as a child. The child then ends at once with the result of that job.
+    The first child jobs of a build are stored with it. For each of them, `find` looks for an earlier job
+    with the same request and inputs. If it finds one, the child ends at once with the result of that job.
 
     Raises:
         ConflictError: the key was used for another kind or payload.
@@ -243,7 +243,7 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
     # A part must stay while its parent does, since the parent reads its result.
     if not transitions.has_ended(job) or job.parent_id is not None:
         raise ConflictError(
-            f"{job_id} is a part of {job.parent_id}: remove that."
+            f"{job_id} is a part of {job.parent_id}. Remove that job instead."
             if job.parent_id is not None
             else f"{job_id} is {job.state}: cancel it first, or wait for its end."
         )
@@ -254,7 +254,7 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
     newest_first = Artifact.created_at.desc(), Artifact.id.desc()
     made = session.scalars(select(Artifact).where(Artifact.job_id.in_(family)).order_by(*newest_first))
     if left := ", then ".join(f"{one.kind} {artifacts.key_of(one)}" for one in made):
-        raise ConflictError(f"What {job_id} made is still there. First remove {left}.")
+        raise ConflictError(f"The results of {job_id} still exist. First remove {left}.")
     session.execute(delete(JobEvent).where(JobEvent.job_id.in_(family)))
     # The row is deleted by a statement below, so the session must forget the object first.
     session.expunge(job)

@@ -22,7 +22,7 @@ from permille.store.tables import Device, Job, JobEvent, Run, Tenant
 from permille.version import __version__
 
 DEFAULT_MAX_ATTEMPTS = 3
-# The state is written into the statement as a literal: a partial index does not serve a bound value.
+# The state is written into the statement as a literal, since a partial index is not used for a bound value.
 IS_QUEUED = Job.state == literal(JobState.QUEUED.value, literal_execute=True)
 IS_RUNNING = Job.state == literal(JobState.RUNNING.value, literal_execute=True)
 
@@ -129,7 +129,7 @@ def transition(session: Session, job: Job, state: JobState, **details: object) -
     `undecided`.
     """
     at = now(session)
-    # A job that waits for its parts has no worker, and takes no turn.
+    # A job that waits for its parts has no worker, so it does not count as served.
     if JobState.RUNNING in (job.state, state) and job.worker is not None:
         _note_turn(session, job, at)
     job.state = state.value
@@ -152,7 +152,7 @@ def leave(job: Job) -> None:
 
 
 def _note_turn(session: Session, job: Job, at: datetime) -> None:
-    """Record that a tenant, and a device, was served, so that `claims.claim` prefers others.
+    """Record that the job's tenant and device were served now, so that `claims.claim` prefers others.
 
     A row that another transaction has locked is skipped. The time is only a hint, and no job should
     wait for it.

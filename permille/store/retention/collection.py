@@ -1,8 +1,8 @@
 """Collection of unreferenced blobs, and of unused folders of sparse models, for all tenants.
 
 A job first stores its blobs. The transaction that ends the job then writes rows that refer to them: it
-*names* the blobs. So a collection spares blobs that are younger than `collection_grace_s` or than the start
-of the oldest running attempt.
+*names* the blobs. So a collection spares blobs that were stored in the last `collection_grace_s` seconds, or
+since the oldest running attempt started.
 
 A job may also name an old blob, if the same bytes were stored before. Three rules protect that
 blob:
@@ -53,7 +53,7 @@ from permille.store.tables import ArtifactBlob, BlobCollection, Model, Tenant
 
 _LOCK_ID: Final = 0x7065726E  # PostgreSQL advisory lock; SQLite has one writer at a time
 _BATCH: Final = 50
-_LONGEST_BATCH_S: Final = 0.5  # other writers wait this long
+_LONGEST_BATCH_S: Final = 0.5  # other writers wait about this long at most
 _CLOCKS_DIFFER_S: Final = 600.0  # the most by which the clocks of blob store and database may differ
 _ROW: Final = 1
 _COLLECTED: Final = ".collected-"
@@ -77,10 +77,12 @@ class Found:
 
 
 def hold(session: Session, blobs: BlobFolder, digests: Sequence[str], *folders: Path) -> None:
-    """Keep collections away until the end of this transaction, which is about to name blobs.
+    """Keep collections from deleting blobs until the end of this transaction, and check that the blobs
+    and folders that it will name still exist.
 
     Raises:
-        RetryableError: a blob does not exist any more. The next attempt of the job stores it again.
+        RetryableError: a blob or folder does not exist any more. The next attempt of the job stores it
+            again.
         BlobStoreError: the bucket does not answer. The caller may repeat the transaction.
     """
     _lock(session, shared=True)
@@ -89,12 +91,14 @@ def hold(session: Session, blobs: BlobFolder, digests: Sequence[str], *folders: 
     gone += [str(folder) for folder in folders if not folder.is_dir()]
     if gone:
         raise RetryableError(
-            f"{gone[0]} was collected before a row named it. The next attempt stores it again."
+            f"{gone[0]} was deleted before a row referred to it. The next attempt stores it again."
         )
 
 
 def take_turn(db: Database, every_s: float) -> bool:
-    """Return whether the caller should collect: nobody else began within `every_s`."""
+    """Return whether the caller should collect now. It should if no collection began in the last `every_s`
+    seconds, and this call then records that one begins.
+    """
 
     def take(session: Session) -> bool:
         row, at = session.get(BlobCollection, _ROW, with_for_update=True), now(session)
@@ -208,7 +212,7 @@ def _collect_folders(db: Database, root: _ModelRoot, *, before_s: float, dry_run
 def _is_needless(session: Session, root: _ModelRoot, folder: Path, before_s: float) -> bool:
     if folder.name.startswith(_COLLECTED):
         return True
-    if folder.name.startswith(f".{Prefix.JOB}_"):  # a job is still writing it
+    if folder.name.startswith(f".{Prefix.JOB}_"):  # an unfinished folder, named after the job that writes it
         return not queue.may_go_on(session, job_id=folder.name[1:])
     if not is_digest(f"sha256:{folder.name}"):  # a person put it there
         return False

@@ -2,8 +2,8 @@
 
 A package, quantization or mask is deleted once it is old and not among the newest of its model. It
 stays while anything refers to it: a result that was made from it, a federation, an unfinished job
-or build, or a release. Even a yanked release keeps its package. Devices may still have that
-version, its logs are replayed with the package, and a rollback publishes it again.
+or build, or a release. Even a yanked release keeps its package, which is still needed. Devices may have
+that version, the service replays their logs with the package, and a rollback may publish it again.
 
 A deletion works as if an operator had made it. The audit log lists it in the same transaction,
 under the token that asked for it or that set the rule. The next collection deletes blobs, and the
@@ -27,7 +27,7 @@ from permille.store.errors import ConflictError
 from permille.store.jobs import queue
 from permille.store.tables import Artifact, ArtifactSource, Job, Release, Round, Run
 
-# The most objects of each kind per transaction. On SQLite all other writers wait for it.
+# The most objects of each kind per transaction. On SQLite, all other writers wait for the transaction.
 MOST: Final = 50
 _PART = aliased(Job)
 _NEWER = aliased(Artifact)
@@ -38,10 +38,9 @@ class Gone:
     """Objects that a rule deleted, or would delete in a dry run.
 
     Attributes:
-        packages: digests.
-        quantizations: ids.
-        masks: ids.
-        logs: a count, as are `reports` and `jobs`.
+        packages: their digests.
+        quantizations, masks: their ids.
+        logs, reports, jobs: their numbers.
     """
 
     packages: list[str] = field(default_factory=list)
@@ -82,7 +81,7 @@ def apply_all(db: Database) -> None:
     with db.read() as session:
         rows = session.scalars(select(tables.RetentionRule).order_by(tables.RetentionRule.tenant_id)).all()
     for row in rows:
-        # Short transactions, until one finds nothing more.
+        # Each call is one short transaction. Repeat it until nothing is left to delete.
         while apply(db, tenant_id=row.tenant_id, token_id=row.token_id):
             pass
 
@@ -145,8 +144,8 @@ def _remove_results(session: Session, tenant_id: str, kind: JobKind, kept: tuple
             Artifact.tenant_id == tenant_id,
             Artifact.kind == kind.value,
             Artifact.created_at < _before(session, days),
-            # `artifacts.remove` checks more than this. But many results are released or used, and without
-            # these two conditions they could fill the limit at every call.
+            # `artifacts.remove` checks these two conditions, too, and more. They are here because many
+            # results are released or used. Otherwise the same ones could fill the limit at every call.
             ~select(Release.id).where(Release.package_id == Artifact.id).exists(),
             ~select(ArtifactSource.source_id).where(ArtifactSource.source_id == Artifact.id).exists(),
         )

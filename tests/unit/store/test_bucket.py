@@ -368,6 +368,6 @@ def test_what_answers_as_no_bucket_does_is_a_bucket_that_is_away(
         address = f"s3://blobs?endpoint=http://127.0.0.1:{listener.server_port}&region=r"
         bucket = Bucket(BucketAddress.parse(address), attempts=1)
         for ask in (lambda: bucket.head("k"), lambda: list(bucket.entries(""))):
-            with pytest.raises(BlobStoreError, match=r"Bucket 'blobs' failed at .*: its answer says nothing"):
+            with pytest.raises(BlobStoreError, match=r"Bucket 'blobs' failed at .*: its answer is not valid"):
                 ask()
         listener.shutdown()
