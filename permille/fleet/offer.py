@@ -16,9 +16,9 @@ from typing import Any, Final
 from permille.errors import InputError
 from permille.fleet.windows import Window
 
-# A wave of 1 % holds 100 places.
+# The number of places (see `place_of`). A wave of 1 % holds 100 of them.
 PARTS: Final = 10_000
-# Most members of a group by name or tag. The record lists their digests.
+# The most members of a group by device id or tag, since the record lists a digest of each member.
 MAX_MEMBERS: Final = 2000
 # The largest integer that all JSON readers represent exactly (RFC 8259, section 6).
 _MOST: Final = 2**53 - 1
@@ -58,7 +58,7 @@ class ReportCode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about a device, by which groups select. The engine is known after the first run.
+    """Facts about a device, by which groups select devices. The engine is known after the first run.
 
     Attributes:
         tags: set by the device's owner. The service also knows tags that operators set.
@@ -98,7 +98,7 @@ class Choice:
             return False
         if self.engines and facts.engine not in self.engines:
             return False
-        # Unknown memory meets no condition, rather than every one.
+        # Unknown memory counts as 0, so that it meets no condition above 0.
         return (facts.memory_bytes or 0) >= self.memory_bytes
 
 
@@ -141,8 +141,8 @@ class Offer:
             if offer.version < 1 or offer.places > PARTS:
                 raise ValueError("version or places out of range")
             texts = (offer.rollout, read.agent_version or "", *engines, *(read.members or ()))
-            # The device puts the id into a path of the service and sends its token there. So the id must
-            # not lead to another path.
+            # The device sends its token to a path of the service that contains the id. So the id must not
+            # lead to another path.
             if not all(isinstance(text, str) for text in texts) or not _ID.fullmatch(offer.rollout):
                 raise ValueError("a text in another form")
         except (AttributeError, KeyError, TypeError, ValueError, InputError) as exc:
@@ -172,7 +172,7 @@ class Offer:
 
 
 def place_of(rollout_id: str, device_id: str) -> int:
-    """Return a device's place in a rollout, from 0 to 9,999. A wave holds the places below its bound.
+    """Return a device's place in a rollout, from 0 to 9,999. A wave includes all places below its bound.
 
     The place is a hash, so no row stores it. It differs between rollouts, so no device is always
     first.
@@ -186,7 +186,7 @@ def place_of(rollout_id: str, device_id: str) -> int:
 
 
 def member_digest(rollout_id: str, device_id: str) -> str:
-    """Return the digest that stands for a device in a record, so that others cannot read its id there."""
+    """Return the digest that stands for a device in a record, so that the record does not show its id."""
     # 64 bits suffice to tell 2,000 members apart. With the id of the rollout, a device has another digest
     # in each rollout.
     return _hash("member", rollout_id, device_id)[:8].hex()
@@ -197,7 +197,7 @@ def members_of(rollout_id: str, device_ids: Iterable[str]) -> tuple[str, ...]:
     members = tuple(sorted(member_digest(rollout_id, one) for one in device_ids))
     if len(members) > MAX_MEMBERS:
         raise InputError(
-            f"A group by name or tag has at most {MAX_MEMBERS} devices, this one has {len(members)}. "
+            f"A group by device id or tag has at most {MAX_MEMBERS} devices, this one has {len(members)}. "
             "Use a rule by agent version, engine or memory, or tag fewer devices."
         )
     return members

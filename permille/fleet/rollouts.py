@@ -5,8 +5,9 @@
                   '-> stopped -> reverted
 
 `advance` is a pure function. It tests the reports for harm when there are 20, 40, 80, ... of them;
-each such test is a *look*. All tests of look j together may err with probability `ALPHA / 2**j`.
-So the probability of stopping a good version is at most `ALPHA`, however long the rollout runs.
+each such occasion is a *look*. All tests of look j together raise a false alarm with a probability of at
+most `ALPHA / 2**j`. So the probability of stopping a good version is at most `ALPHA`, however long the
+rollout runs.
 
 The gate at the end of a wave is not a statistical test. It compares the success rate with the rate
 that the operator demands.
@@ -27,15 +28,16 @@ from permille.fleet.statistics import lower_mean, lower_share
 
 ALPHA: Final = 0.01
 FIRST_LOOK: Final = 20
-# Reported loss differences are clipped to this, in nats per token, so that no report dominates a mean.
+# Devices clip the loss differences that they report to this (nats per token). So no report dominates a mean.
 MAX_DIFFERENCE: Final = 0.25
-# A larger rise of the loss counts as worse, in nats per token. The noise of training is smaller.
+# A model counts as worse if its loss rises by more than this, in nats per token. The noise of training is
+# smaller.
 WORSE_NATS: Final = 0.02
 LOSS_LIMIT: Final = 0.01
 GENERAL_LIMIT: Final = 0.02
 # A device that finds the same damage as three others did not cause it.
 SAME_CODE: Final = 4
-# Two shares and two means are tested at each look, so each test gets a quarter of its probability.
+# Two shares and two means are tested at each look, so each test gets a quarter of the look's probability.
 _TESTS: Final = 4
 
 
@@ -47,8 +49,8 @@ class Reason(StrEnum):
         INTEGRITY: four devices found the same damage.
         WORSE: the share of devices that became worse is significantly above its limit.
         LOSS: the mean loss after training rose by significantly more than 0.01 nats per token.
-        GENERAL: training raises the loss on general text by more than with the old version: in the mean, by
-            significantly more than 0.02 nats per token.
+        GENERAL: training raises the loss on general text more than with the old version. The mean difference
+            is significantly above 0.02 nats per token.
         SUCCESS: a wave ended with a success rate below its limit.
         SILENCE: too few devices of a wave reported in time.
         YANKED: the version was withdrawn.
@@ -75,7 +77,7 @@ class Rules:
             a report from each of its devices.
         soak_s: the least time that a wave stays open before the next one.
         success_percent: the success rate that a wave needs, among the devices that began. A device
-            that has not ended yet is no success.
+            that has not ended yet does not count as a success.
         failure_percent, worse_percent: limits of the shares of failures and of worse models.
         deadline_s: a device that began, and sent no result within this time, counts as silent.
         approval: waves after the first also wait until an operator, or a program, approves them.
@@ -116,12 +118,13 @@ class Tally:
     Attributes:
         codes: the number of devices for each report code.
         damage: the number of devices for each code of package damage.
-        judged, worse: the numbers of devices that compared their models, and that became worse.
+        judged, worse: the number of devices that compared their models, and the number of those whose
+            model became worse.
         losses: the differences of the loss after training, in nats per token.
         general: the change of the loss on general text for each device, in nats per token.
-        wave_devices: the devices of the newest open wave, without those that had a result before this
-            count began.
-        wave_began, wave_ended, wave_ok: how many of these began, ended, and succeeded.
+        wave_devices: the number of devices of the newest open wave, without those whose result an operator
+            acknowledged by a resume.
+        wave_began, wave_ended, wave_ok: how many of these devices began, ended, and succeeded.
     """
 
     codes: Mapping[ReportCode, int] = field(default_factory=Counter)
@@ -152,8 +155,8 @@ class Standing:
 
     Attributes:
         wave: the open wave, from 0.
-        opened_at: its opening time.
-        looks: the looks taken.
+        opened_at: the time at which the wave opened.
+        looks: the number of looks so far.
         approved: the number of waves that may open.
     """
 
@@ -165,9 +168,9 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The next state and wave. After a stop, also the reason and the numbers for the audit log.
+    """The next state and wave. If the rollout halts, also the reason and the numbers for the audit log.
 
-    `awaits_approval` says that nothing else holds the next wave back.
+    `awaits_approval` is true if the next wave waits for an approval only.
     """
 
     state: RolloutState
@@ -181,13 +184,13 @@ class Step:
 def bounds_of(waves: Sequence[str], places: Iterable[int]) -> list[int]:
     """Return the bound of each wave: devices whose place is below it are in the wave.
 
-    A count is turned into a bound once, when the rollout starts. So a device that joins later falls
-    into a wave by its place, and no list of devices is kept. Devices that share a place stay
-    together: then a wave has fewer devices than its count, never more.
+    A count is turned into a bound once, when the rollout starts. So no list of devices is kept, and a device
+    that joins later gets a wave by its place. Devices that share a place are always in the same wave. A wave
+    may therefore have fewer devices than its count, but never more.
 
     Args:
         waves: percentages and counts, as `Rules` has them.
-        places: of the group's devices, by `place_of`.
+        places: the places of the group's devices (`place_of`).
 
     Raises:
         InputError: with these devices, a wave is no larger than the one before it.
@@ -221,7 +224,7 @@ def look_at(looks: int) -> int:
 def advance(standing: Standing, rules: Rules, tally: Tally, now: datetime) -> Step:
     """Decide whether a running rollout waits, opens its next wave or stops.
 
-    Call it as often as you like.
+    You may call this as often as you like.
 
     Example:
 

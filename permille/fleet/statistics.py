@@ -17,7 +17,7 @@ _HALVINGS: Final = 60
 
 
 def at_least(count: int, n: int, share: float) -> float:
-    """Return the probability of at least `count` successes in `n` trials with this chance.
+    """Return the probability of at least `count` successes in `n` trials, each with probability `share`.
 
     Example:
         >>> round(at_least(2, 2, 0.5), 4)
@@ -50,7 +50,7 @@ def lower_mean(mean: float, deviation: float, n: int, alpha: float) -> float:
     """
     if n < 2:
         return -math.inf
-    # The upper bound is far beyond the t of any error probability in use.
+    # The bound of 1e6 is far above the t of every error probability in use.
     t = _crossing(lambda value: alpha - above(value, n - 1), 0.0, 1e6)
     return mean - t * deviation / math.sqrt(n)
 

@@ -76,7 +76,7 @@ def _fields(cron: str) -> list[set[int]]:
             "example `0 2 * * *`: each night at two."
         )
     fields = [_values(part, low, high) for part, (low, high) in zip(parts, _RANGES, strict=True)]
-    # Cron knows Sunday as 0 and as 7.
+    # In cron, both 0 and 7 mean Sunday.
     fields[4] = {weekday % 7 for weekday in fields[4]}
     return fields
 

@@ -1,8 +1,8 @@
 """Content-addressed blobs in a folder: `<root>/sha256/<first 2 hex>/<64 hex>` (FORMAT 2).
 
-A blob appears whole or not at all. Its bytes go to a temporary file under `<root>/incoming`. They
-are hashed on the way, synced, made read-only and renamed. A killed writer leaves a temporary file,
-which `sweep` removes. Paths are made from digests only, never from names that come from outside.
+A blob appears whole or not at all. Its bytes are hashed while they are written to a temporary file under
+`<root>/incoming`. The file is then made read-only, synced and renamed. A killed writer leaves a temporary
+file, which `sweep` removes. Paths are made from digests only, never from names that come from outside.
 """
 
 import hashlib
@@ -160,7 +160,7 @@ class BlobFolder:
             raise _damaged(digest, found)
 
     def stream(self, digest: str, begin: int, end: int) -> Iterator[bytes]:
-        """Yield the stored bytes of a blob, without a check. The receiver compares the hash.
+        """Yield the stored bytes of a blob. They are not checked here: the receiver hashes them.
 
         Raises:
             PackageError: `blob-missing`.
@@ -200,8 +200,8 @@ class BlobFolder:
             return writer.commit(expected)
 
     def adopt_file(self, path: Path, expected: str) -> str:
-        """Move a finished download into the folder, without a copy. It must be on the same file
-        system.
+        """Move a finished download into the folder, without a copy. The file must be on the file system
+        of the folder.
 
         Raises:
             PackageError: `blob-digest`. The file then stays where it is.
@@ -215,8 +215,8 @@ class BlobFolder:
         return expected
 
     def put_unnamed(self, file: BinaryIO) -> str:
-        """Store an open file that has no name. Return its digest. The caller must not write to it any
-        more.
+        """Store an open file that has no name. Return its digest. The caller must not write to the
+        file any more.
 
         On the file system of the blobs, the file itself becomes the blob, so tens of gigabytes are
         not copied. Elsewhere a copy is stored.
@@ -259,7 +259,7 @@ class BlobFolder:
         return StoredBlob(digest=digest, size_bytes=found.st_size, written_at_s=found.st_mtime)
 
     def entries(self) -> Iterator[StoredBlob]:
-        """List all blobs of this store, sorted by digest. Stores below it are not included."""
+        """List all blobs of this store, sorted by digest. Stores below this one are not included."""
         for folder in sorted((self.root / "sha256").glob("[0-9a-f][0-9a-f]")):
             for path in sorted(folder.iterdir()):
                 digest = f"sha256:{path.name}"
@@ -276,7 +276,7 @@ class BlobFolder:
         return BlobFolder(self.root.joinpath(*map(_checked, names)))
 
     def names(self) -> list[str]:
-        """Return the names of the stores directly below, sorted."""
+        """Return the names of the stores directly below this one, sorted."""
         if not self.root.is_dir():
             return []
         return sorted(path.name for path in self.root.iterdir() if path.is_dir())
@@ -287,7 +287,7 @@ class BlobFolder:
 
     def sweep(self, *, before_s: float) -> int:
         """Remove temporary files of killed writers that were last written before this Unix time.
-        Return how many.
+        Return the number of removed files.
         """
         removed = 0
         for path in (self.root / "incoming").glob("*.tmp"):
@@ -312,7 +312,7 @@ class BlobFolder:
             target.parent.mkdir(parents=True, exist_ok=True)
             # The new folder must survive a crash, too, or the blob in it would be lost.
             fsync_folder(target.parent.parent)
-        # Garbage collection spares young blobs, and this one is new, however old the file is.
+        # Garbage collection spares young blobs. This blob is new, even if the file is old.
         os.utime(temporary)
         temporary.replace(target)
         fsync_folder(target.parent)

@@ -1,10 +1,10 @@
-"""Hashes of the big layers in blocks of 1 MiB (FORMAT 4.7), so that damage can be located and
-repaired.
+"""Hashes of the big layers (`dense` and `plain`) in blocks of 1 MiB (FORMAT 4.7), so that damage can be
+located and repaired.
 
-The layer `blocks` lists the SHA-256 of each block of `dense`, then of `plain`. A package checks all
-of them, in several threads, before its first big tensor is read. So a flipped bit is found before
-anything is computed with it. Later damage is found by the next process, or by a caller of
-`damaged_blocks`.
+The layer `blocks` lists the SHA-256 of each block of `dense`, then of `plain`. `Package` checks all
+blocks, in several threads, before it returns the first tensor of these layers. So a flipped bit is found
+before anything is computed with it. Damage that comes later is found by the next process, or by a caller
+of `damaged_blocks`.
 
 A Merkle tree was considered. It would help only readers that fetch single blocks of a layer, and
 there are none.
@@ -21,7 +21,8 @@ from permille.package.blobs import BlobFolder
 from permille.package.limits import BLOCK_BYTES, BLOCK_HASH_BYTES, BLOCKED_ROLES, Role
 from permille.package.manifest import Layer, Manifest
 
-# hashlib releases the interpreter lock. Two threads saturate the memory of a small machine.
+# Threads help, since hashlib releases the interpreter lock. On a small machine, two of them already saturate
+# the memory bandwidth.
 _THREADS = 4
 
 
@@ -40,7 +41,7 @@ class Block:
 
 
 def write_blocks(blobs: BlobFolder, layers: Iterable[Layer]) -> Layer:
-    """Hash the big layers by blocks, and store the list. Other layers are ignored.
+    """Hash the blocks of the big layers, and store the list of hashes. Other layers are ignored.
 
     Raises:
         OSError: from the file system.
@@ -115,7 +116,7 @@ def mend_block(blobs: BlobFolder, block: Block, data: bytes) -> None:
     if hashlib.sha256(data).digest() != block.sha256:
         raise PackageError("block-digest", f"The fetched copy of {block} is damaged, too. Fetch it again.")
     path = blobs.path(block.layer.digest)
-    # Blobs are read-only, to protect them from mistakes.
+    # Blobs are read-only, to protect them from mistakes, so make this one writable for a moment.
     path.chmod(0o644)
     with path.open("r+b") as file:
         os.pwrite(file.fileno(), data, block.begin)

@@ -1,4 +1,4 @@
-"""Build a package from a model, a mask and a scheme.
+"""Build a package from a model, a mask or adapter, and a quantization scheme.
 
 This is the last step of a build job, and the entry point for notebooks. It works tensor by tensor,
 so a model need not fit into memory. It uses no clock: the same inputs give the same package.
@@ -72,7 +72,7 @@ class ChosenMask:
     """The masked weights, and how they were chosen, for the manifest.
 
     Attributes:
-        indices: strictly increasing flat indices by tensor. Tensors without any may be missing.
+        indices: strictly increasing flat indices by tensor. Tensors without masked weights may be missing.
     """
 
     indices: Mapping[str, NDArray[np.uint32]] = field(repr=False)  # a notebook shows the rest in one line
@@ -83,7 +83,7 @@ class ChosenMask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenAdapter:
-    """The adapter to train instead of masked weights (FORMAT 4.10). `seed` makes its matrices A."""
+    """The adapter to train instead of masked weights (FORMAT 4.10). Its matrices A are drawn from `seed`."""
 
     kind: AdapterKind
     rank: int
@@ -103,12 +103,12 @@ def pack_model(
     codes: Callable[[str], QuantizedTensor] | None = None,
     provenance: Mapping[str, JSON] | None = None,
 ) -> str:
-    """Quantize a model, collect the trained values, and write the package. Return its digest.
+    """Quantize a model, collect the values to train, and write the package. Return its digest.
 
     Args:
         group_size: None takes the scheme's default.
-        embeddings: the storage of embedding and head.
-        codes: returns the codes of a tensor by name. Scheme `source` needs it
+        embeddings: how the embedding and the head are stored.
+        codes: a function that returns the codes of a tensor by its name. Scheme `source` needs it
             (`permille.models.gguf.codes`).
 
     Raises:
@@ -202,16 +202,17 @@ def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
     Raises:
         PackageError: `blob-missing`, or a check of `Package` fails.
     """
-    # Open it before it gets a name, so that no broken package is ever stored.
+    # Opening a package checks it. This comes before the manifest is stored, so that no broken package has a
+    # digest.
     Package(blobs, manifest)
     return blobs.put_bytes(manifest.to_bytes())
 
 
 def plain_tensors(model: SourceModel, embeddings: Embeddings | str = Embeddings.Q8_0) -> Iterator[RawTensor]:
-    """Yield all tensors that are not linears, in the model's order.
+    """Yield all tensors that are not quantized as linear layers, in the model's order.
 
     Args:
-        embeddings: the storage of embedding and head.
+        embeddings: how the embedding and the head are stored.
     """
     embeddings = choice_of(Embeddings, embeddings, "embeddings")
     scoped = {name for name, _ in scoped_tensors(model.config)}
@@ -224,7 +225,7 @@ def plain_tensors(model: SourceModel, embeddings: Embeddings | str = Embeddings.
 def _write_mask(blobs: BlobFolder, model: SourceModel, mask: ChosenMask) -> _Trainable:
     scoped = dict(scoped_tensors(model.config))
     masks = {name: mask.indices.get(name, _NONE) for name in scoped}
-    # FORMAT 4.4: every linear has an entry, even without a masked weight.
+    # FORMAT 4.4: every linear layer has an entry, even if none of its weights is masked.
     counts = {name: indices.size for name, indices in masks.items()}
     values = (masked_values(model.raw(name), indices) for name, indices in masks.items())
     own = [write_mask(blobs, mask.indices, list(scoped)), write_values(blobs, values, list(scoped))]
@@ -240,14 +241,14 @@ def _write_mask(blobs: BlobFolder, model: SourceModel, mask: ChosenMask) -> _Tra
 
 def _write_adapter(blobs: BlobFolder, model: SourceModel, chosen: ChosenAdapter) -> _Trainable:
     covered = dict(scoped_tensors(model.config, chosen.scope))
-    # k is known after the loop, once all counts are.
+    # `k` is 0 here, and set at the end, when all counts are known.
     about = AdapterInfo(kind=chosen.kind, rank=chosen.rank, alpha=chosen.alpha, scope=chosen.scope, k=0)
     for name, (rows, columns) in covered.items():
         # FORMAT 3.2: a count is at most the number of weights.
         if about.count((rows, columns)) > rows * columns:
             raise InputError(
                 f"An adapter of rank {chosen.rank} has more numbers than {name} ({rows} by {columns}). "
-                "Choose a lower rank, or a scope without it."
+                "Choose a lower rank, or a scope without this layer."
             )
     tensors = tuple(
         TensorInfo(name=name, shape=shape, count=about.count(shape) if name in covered else 0)
@@ -258,7 +259,7 @@ def _write_adapter(blobs: BlobFolder, model: SourceModel, chosen: ChosenAdapter)
 
 
 def _other_files(blobs: BlobFolder, model: SourceModel) -> Iterator[Layer]:
-    # The config is written from its cleaned form, so the file of the model is left out here.
+    # `write_layers` writes the cleaned config, so the model's own config.json is left out here.
     for name in sorted(FILE_NAMES - {"config.json"}):
         data = model.file(name, limit=MAX_FILE_BYTES)
         if data is not None:

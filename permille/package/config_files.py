@@ -1,4 +1,4 @@
-"""Checks of the files in a package that libraries act upon (FORMAT 3.3).
+"""Checks of those files in a package whose content controls libraries (FORMAT 3.3).
 
 A `config.json` can name code to import, kernels to download and files to open. So its keys are on
 an allow-list, and only plain settings pass. Both the writer and the reader of a package check this.
@@ -13,8 +13,8 @@ from permille.errors import InputError, PackageError
 from permille.models.descriptions import Family
 from permille.models.families import expected_tensors, family_of
 
-MAX_CONFIG_BYTES = 8 << 20  # chat templates and added tokens live in tokenizer_config.json
-# The configs of all families that we know stay within these two.
+MAX_CONFIG_BYTES = 8 << 20  # this much, since tokenizer_config.json holds chat templates and added tokens
+# The configs of all families that we know stay within these two limits.
 _MAX_DEPTH = 4
 _MAX_TEXT = 200
 
@@ -43,7 +43,7 @@ def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     family_of(config)
     cleaned = {key: config[key] for key in sorted(config) if key in CONFIG_KEYS}
-    # This raises if a needed key is missing, so the writer of a package learns it before the reader.
+    # This raises if a needed key is missing. So the writer of a package finds the error, not its reader.
     expected_tensors(cleaned)
     return cleaned
 
@@ -86,7 +86,7 @@ def check_config_family(config: Mapping[str, Any], family: str) -> Family:
     found = family_of(config)
     if found != family:
         raise PackageError(
-            "config-model", f"config.json is of family {found}, and the manifest of {family!r:.60}"
+            "config-model", f"config.json is of family {found}, but the manifest names {family!r:.60}"
         )
     return found
 
@@ -104,7 +104,7 @@ def check_file(path: str, data: bytes) -> None:
 
 
 def _check_settings(value: object, depth: int) -> None:
-    """Check that settings are short strings, numbers and shallow collections of them."""
+    """Check that texts are short and that collections are not deeply nested."""
     if depth > _MAX_DEPTH or (isinstance(value, str) and len(value) > _MAX_TEXT):
         raise PackageError(
             "config-malformed",

@@ -1,7 +1,7 @@
 """Writers of the layers (FORMAT 4). They work tensor by tensor, so a model need not fit into memory.
 
-The same tensors in the same order give the same bytes. `reader` reads layers. Names that both
-need are here.
+The same tensors in the same order give the same bytes. `reader` reads the layers. This module defines the
+names that both modules use.
 """
 
 import json
@@ -30,7 +30,7 @@ from permille.tensors import FLOATS, Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 ABSMAX, QUANT_MAP, QUANT_STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"
 SCALES, MINIMA = ".scales", ".minima"
 
-# Dtype and shape of tensors, by name or by a suffix of the name.
+# The dtype and shape of each tensor, by its name or by a suffix of its name.
 Layout = dict[str, tuple[str, tuple[int, ...]]]
 
 
@@ -75,7 +75,7 @@ def write_mask(blobs: BlobFolder, mask: Mapping[str, NDArray[np.uint32]], order:
     Raises:
         InputError: a name is not in `order`, or indices do not increase.
     """
-    # A misspelt name would otherwise lose its mask without a word.
+    # Without this check, the mask under a misspelt name would be dropped silently.
     unknown = sorted(mask.keys() - set(order))
     if unknown:
         raise InputError(f"The mask names tensors that are not quantized: {unknown[:3]}. Leave them out.")
@@ -106,8 +106,8 @@ def write_adapter(
 
 
 def random_matrix(rank: int, columns: int, *, key: tuple[int, int]) -> NDArray[np.float32]:
-    """Return a uniform random matrix [rank, columns] with variance `1 / columns`, so that `A x` is as
-    large as x.
+    """Return a uniform random matrix A [rank, columns] with variance `1 / columns`, so that the numbers of
+    `A x` are about as large as those of x.
     """
     # numpy promises that raw words stay the same in every version. It does not promise this for normal
     # variates.
@@ -123,8 +123,8 @@ def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence
     (FORMAT 4.5).
 
     Args:
-        values: one tensor for each name of `order`, in that order. It is empty if nothing is
-            masked.
+        values: one tensor for each name of `order`, in that order. A tensor is empty if its weight has
+            no masked positions.
 
     Raises:
         InputError: the tensors have other names or another order, or one is not 1-D.
@@ -173,8 +173,9 @@ def dense_layout(
     """Return dtype and shape of the tensors of one weight, by the suffix of its name (FORMAT 4.2).
 
     Args:
-        bits: the bits of a code. They may differ between the tensors of SOURCE.
-        has_minima: whether the groups have minima, which only four-bit tensors of SOURCE can have.
+        bits: the bits of a code. With scheme SOURCE, they may differ between tensors.
+        has_minima: whether the groups have minima, which only four-bit tensors of
+            scheme SOURCE can have.
 
     Example:
         >>> dense_layout(Scheme.INT4, (2, 32), 32, bits=4, has_minima=False)
@@ -248,7 +249,7 @@ def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTen
     has_minima = quantized.minima is not None
     layout = dense_layout(scheme, shape, group_size, bits=quantized.bits, has_minima=has_minima)
     for suffix, (dtype, stored) in layout.items():
-        # Every other suffix is that of the scales, which NF4 names otherwise.
+        # The remaining suffix is that of the scales. NF4 uses another suffix than the other schemes.
         array = arrays.get(suffix, scales)
         writer.add(name + suffix, dtype, stored, array.astype("<f2") if dtype == "F16" else array)
 

@@ -12,12 +12,12 @@ MAX_MANIFEST_BYTES = 4 << 20
 MAX_HEADER_BYTES = 8 << 20
 MAX_FILE_BYTES = 64 << 20
 MAX_REFERENCE_BYTES = 8 << 20  # FORMAT 4.12
-# 4 TiB. It also bounds the tensors that a foreign header claims.
+# 4 TiB. This also limits the tensors that the header of a foreign file can claim.
 MAX_LAYER_BYTES = 1 << 42
 MAX_TENSORS = 1 << 16
 MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32
 MAX_K = (1 << 32) - 1  # FORMAT 8.1: the header of a log has 32 bits for it
-MAX_RANK = 256  # FORMAT 3.1: of an adapter
+MAX_RANK = 256  # FORMAT 3.1: the largest rank of an adapter
 MAX_ALPHA = 1024
 BLOCK_BYTES = 1 << 20  # FORMAT 4.7
 BLOCK_HASH_BYTES = 32
@@ -78,7 +78,7 @@ MEDIA_TYPES = {
 # FORMAT 3.3: a package has one layer of each of these roles.
 REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.BLOCKS)
 MASK_ROLES, ADAPTER_ROLES = (Role.MASK, Role.VALUES), (Role.ADAPTER,)
-# FORMAT 4.9: the layers that a parent lacks, and the key of each in the provenance.
+# FORMAT 4.9: the layers that can be added to a package, and the key of each in the provenance.
 ADDITIONS = {Role.POOLED: "pooling", Role.PROGRAM: "export"}
 # FORMAT 4.7: the layers with hashed blocks, in the order of the list of hashes.
 BLOCKED_ROLES = (Role.DENSE, Role.PLAIN)

@@ -1,8 +1,8 @@
 """The manifest of a package (FORMAT 3), in canonical JSON. Its digest is the name of the package.
 
 Each record checks itself. The manifest checks rules about several records, such as the
-sizes of layers. So nothing is downloaded for a manifest that cannot be valid. This module reads no blob and
-no clock.
+sizes of layers. So a reader refuses an invalid manifest before it downloads anything else. This module
+reads no blob and no clock.
 """
 
 import math
@@ -52,7 +52,7 @@ from permille.quantization.types import (
 
 Member = TypeVar("Member", bound=StrEnum)
 
-_CODE_BOOK_BYTES = 320  # FORMAT 4.2: the most bytes of the table and the text beside an nf4 weight
+_CODE_BOOK_BYTES = 320  # FORMAT 4.2: the most bytes of the code table and the state beside an nf4 weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +255,7 @@ class Manifest:
 
     @property
     def mask_digest(self) -> str:
-        """The `mask_digest` of logs and states: the digest of the mask layer or the adapter layer."""
+        """The digest of the mask layer or the adapter layer. Logs and states hold it as `mask_digest`."""
         return self.layer(Role.MASK if self.adapter is None else Role.ADAPTER).digest
 
     @property
@@ -282,8 +282,8 @@ class Manifest:
         return {layer.path: layer for layer in self.layers if layer.path is not None}
 
     def with_addition(self, layer: Layer, made: Mapping[str, JSON]) -> "Manifest":
-        """Return this package with a pooled state or a program, in place of its own, and the record of
-        how it was made.
+        """Return this package with an added layer (a pooled state or a program) and the record of how it
+        was made. The layer replaces one of the same role.
         """
         rest = self._without((layer.role,))
         provenance = {**rest.provenance, ADDITIONS[layer.role]: dict(made)}
@@ -324,7 +324,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """Parse canonical bytes. Check their digest first.
+        """Parse canonical bytes. The caller must have checked their digest before.
 
         Raises:
             PackageError: `json-size`, `json-malformed`, `json-not-canonical`, or a broken rule of
@@ -335,7 +335,7 @@ class Manifest:
             got = f"{top.get('format')!r:.60} {top.get('version')!r:.20}"
             raise PackageError(
                 "manifest-version",
-                f"The manifest is of {got}; this version of permille reads {FORMAT} {VERSION}.",
+                f"The manifest has the format {got}, but this permille reads {FORMAT} {VERSION}.",
             )
         # The key `mask` or `adapter` decides the kind of the package (FORMAT 3.1).
         chosen = "adapter" if isinstance(top, Mapping) and "adapter" in top else "mask"
@@ -363,7 +363,7 @@ class Manifest:
             raise PackageError(
                 "manifest-tensors", "With scheme source, the width of each tensor must be a multiple of 32."
             )
-        # A log stores k and replay depends on it, so it must match the counts (FORMAT 8.1).
+        # A log stores k, and replay depends on it. So k must match the counts (FORMAT 8.1).
         if total != self.k or not 1 <= total <= MAX_K:
             raise PackageError(
                 "manifest-counts", f"expected k = {self.k} from 1 to {MAX_K}, got counts of {total}"
@@ -403,7 +403,7 @@ class Manifest:
             )
 
     def _check_sizes(self) -> None:
-        """Check the size of each layer, so that a reader knows it before the download (FORMAT 3.4)."""
+        """Check that the size of each layer is possible, before a reader downloads it (FORMAT 3.4)."""
         k, dense = self.k, [self.scheme.dense_bounds(tensor.shape) for tensor in self.tensors]
         weights = sum(math.prod(t.shape) for t in self.tensors)
         # A safetensors file begins with 8 bytes for the size of its header.
@@ -422,8 +422,8 @@ class Manifest:
             Role.VALUES: (2 * k, 4 * k + overhead),
             Role.REFERENCE: (0, MAX_REFERENCE_BYTES),
             Role.POOLED: (blocks_of_state + 44, blocks_of_state + 7 * k + 1068),
-            # At most 4 bytes per weight, 8 bytes per table code (tied heads occur twice), and 8 bytes per
-            # masked index.
+            # At most 4 bytes per weight, 8 bytes per code of a table (a tied head occurs twice), and 32 bytes
+            # per trained number (FORMAT 3.4).
             Role.PROGRAM: (
                 PROGRAM_HEADER_BYTES,
                 4 * weights + 8 * self.layer(Role.PLAIN).size_bytes + 32 * k + MAX_FILE_BYTES,

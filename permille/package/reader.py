@@ -84,7 +84,8 @@ class Package:
         self.config: dict[str, Any] = parse_config(self.file("config.json"))
         check_config_family(self.config, manifest.model.family)
         blocks = package_blocks(blobs, manifest)
-        # They hold the headers. The rest of a header above 1 MiB is hashed before the first tensor is read.
+        # These blocks hold the headers, which are parsed below. If a header is longer than 1 MiB, the rest is
+        # hashed before the first tensor is read.
         check_blocks(blobs, [block for block in blocks if block.begin == 0])
         self._unchecked = blocks
         self._checking = threading.Lock()
@@ -93,11 +94,11 @@ class Package:
             for role, dtypes in _DTYPES.items()
             if manifest.has_layer(role)
         }
-        # After this, names and shapes are known, so that lookups below cannot fail.
+        # After this check, names and shapes are right, so the lookups below cannot fail.
         check_shapes(manifest, self.config, self._layers)
         for tensor in manifest.tensors if manifest.adapter is None else ():
             check_indices(tensor.name, self.mask(tensor.name), tensor.shape[0] * tensor.shape[1])
-        # The result is dropped. The call checks the rows while the package opens.
+        # This call only checks the rows. Its result is not needed here.
         self.reference_rows()
 
     def __repr__(self) -> str:
@@ -212,10 +213,10 @@ class Package:
         return self._layers[Role.MASK].tensor(name).data.view("<u4").astype(np.uint32, copy=False)
 
     def values(self) -> NDArray[np.float32]:
-        """Return the initial trained values, float32 [k], tensor by tensor, as a new array.
+        """Return the values from which training starts, float32 [k], tensor by tensor, as a new array.
 
-        With a mask they are the sparse values. With a LoRA adapter they are A, then B. With LoRA-FA
-        they are B only. B starts at 0.
+        With a mask, they are the sparse values. With a LoRA adapter, they are the matrices A and B of each
+        tensor. With LoRA-FA, they are the matrices B only. B starts at 0.
 
         Raises:
             PackageError: `values-not-finite` or `adapter-not-finite`.
@@ -231,8 +232,8 @@ class Package:
         return np.concatenate([tensor.float32() for tensor in found])
 
     def adapter_matrix(self, name: str) -> NDArray[np.float32]:
-        """Return the matrix A [rank, K] of a weight. It is frozen in LoRA-FA, and the initial value in
-        LoRA.
+        """Return the matrix A [rank, K] of a weight. LoRA-FA never changes it, and LoRA starts training from
+        it.
 
         Raises:
             KeyError: no such tensor, or it is outside of the adapter's scope.

@@ -1,8 +1,9 @@
 """The reference of a package: rows of public text, and of answers by the base model (FORMAT 4.12).
 
-Some rows pull a training towards the base model. At each target they name the base's most probable
-tokens. The other rows measure what a trained state costs on general text. This module writes and
-checks the rows. `permille.training.reference` uses them.
+A *target* is a token that the model has to predict. Some rows *pull*: they keep a training close to the
+base model. For each of their targets, the reference names the base model's most probable tokens. The other
+rows measure how much a trained state raises the loss on general text. This module writes and checks the
+rows. `permille.training.reference` uses them.
 
 Shapes: N rows, T tokens of a row, R targets of the rows that pull, S tokens named at a target.
 """
@@ -21,7 +22,7 @@ from permille.package.safetensors_io import SafetensorsFile, SafetensorsWriter
 NAMED_TOKENS = 16
 MOST_ROWS = 1024
 MOST_TOKENS = 1024
-MOST_TOGETHER = 1 << 14  # tokens of all rows: a training evaluates all of them for each strength
+MOST_TOGETHER = 1 << 14  # most tokens of all rows together, since every training evaluates them
 DTYPES = frozenset({"U32", "U8", "F16"})
 _NAMES = ("ids", "spans", "kinds", "named_ids", "named_probabilities")
 # Rounding to half precision changes a probability by a relative 2^-11 at most.
@@ -34,13 +35,13 @@ class ReferenceRows:
 
     Attributes:
         ids_NT: int64 token ids; 0 after the end of a row.
-        begin_N: int64, the first target of a row, at least 1.
-        end_N: int64, the end of the row and of its targets.
-        chat_N: bool, whether the row is a chat turn. Its targets are the base's own answer.
-        pulls_N: bool, whether the row pulls. The others measure.
-        named_RS: int64, distinct ids of the base's most probable tokens at each target of the rows
+        begin_N: int64, the position of the first target of a row, at least 1.
+        end_N: int64, the position after the last token of a row, which is its last target.
+        chat_N: bool, whether the row is a chat. Its targets are then the answer of the base model.
+        pulls_N: bool, whether the row pulls. Otherwise it measures.
+        named_RS: int64, the ids of the base model's most probable tokens, for each target of the rows
             that pull.
-        probability_RS: float32, the base's probabilities of these tokens.
+        probability_RS: float32, the base model's probabilities of these tokens.
     """
 
     ids_NT: NDArray[np.int64]
@@ -69,7 +70,7 @@ def write_reference(blobs: BlobFolder, rows: ReferenceRows) -> Layer:
         writer.add("spans", "U32", spans_N2.shape, spans_N2.astype("<u4"))
         writer.add("named_ids", "U32", rows.named_RS.shape, rows.named_RS.astype("<u4"))
         writer.add("named_probabilities", "F16", rows.probability_RS.shape, rows.probability_RS.astype("<f2"))
-        # The writer itself puts wide items first (FORMAT 4.1), in any order of calls.
+        # The order of these calls does not matter: the writer puts wide items first (FORMAT 4.1).
         writer.add("kinds", "U8", kinds_N2.shape, kinds_N2.astype(np.uint8))
         digest, size = writer.finish()
     return Layer(role=Role.REFERENCE, digest=digest, size_bytes=size)
@@ -102,7 +103,7 @@ def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | Non
     # Nothing predicts the first token of a row, so it is no target.
     if not ((begin_N >= 1) & (begin_N < end_N) & (end_N <= length)).all():
         raise _refused("has a span of targets outside its row")
-    # This bounds the time that a package can take from each training.
+    # This limits the time that the reference can cost each training.
     if int(end_N.sum()) > MOST_TOGETHER:
         raise _refused(f"has {end_N.sum()} tokens, more than {MOST_TOGETHER}")
     if positions is not None and int(end_N.max()) > positions:
@@ -112,10 +113,10 @@ def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | Non
     if not pulls_N.any() or pulls_N.all():
         raise _refused("lacks rows that pull, or rows that measure")
     targets = int((end_N - begin_N)[pulls_N].sum())
-    # A tiny vocabulary has fewer tokens than a target names otherwise.
+    # A tiny vocabulary may have fewer than `NAMED_TOKENS` tokens.
     wanted = (targets, min(NAMED_TOKENS, vocabulary))
     if named_RS.shape != probability_RS.shape or named_RS.shape != wanted:
-        raise _refused(f"names tokens {list(named_RS.shape)}, not {list(wanted)}")
+        raise _refused(f"has named tokens of shape {list(named_RS.shape)}, not {list(wanted)}")
     if max(int(ids_NT.max()), int(named_RS.max())) >= vocabulary:
         raise _refused(f"has a token outside the vocabulary of {vocabulary}")
     if (np.diff(np.sort(named_RS, axis=1), axis=1) == 0).any():

@@ -89,7 +89,7 @@ def _read_header(file: BinaryIO, size: int) -> bytes:
     if len(prefix) < 8:
         raise PackageError("header-size", f"expected 8 bytes of header length, got {len(prefix)}")
     length = int.from_bytes(prefix, "little")
-    # Check the length before the header is read: a forged one could ask for terabytes.
+    # Check the length before the header is read: a forged length could ask for terabytes.
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8) or length % 8:
         raise PackageError(
             "header-size",
@@ -113,7 +113,8 @@ def _parse_header(header: bytes, dtypes: frozenset[str], data_bytes: int) -> dic
 
 
 def _position(item: tuple[str, TensorSpec]) -> tuple[int, int, int, str]:
-    # An empty tensor begins where the next one begins, so the order goes on by width and by name.
+    # An empty tensor begins and ends where the next one begins. Several of them are ordered by width, then by
+    # name.
     name, spec = item
     return spec.begin, spec.end, -ITEM_BYTES[spec.dtype], name
 
@@ -126,7 +127,7 @@ def _spec(name: str, entry: JSON, dtypes: frozenset[str]) -> TensorSpec:
         raise PackageError("header-dtype", f"expected one of {sorted(dtypes)}, got {dtype!r:.40}")
     if not _is_sizes(shape) or len(shape) > _MAX_DIMENSIONS or not _is_sizes(offsets) or len(offsets) != 2:
         raise PackageError("header-schema", f"expected sizes in shape and data_offsets of {name!r:.100}")
-    # FORMAT 4.1: the product must not overflow. Python's integers do not, so check it after the fact.
+    # FORMAT 4.1: the product must not overflow. Python's integers never do, so check the product afterwards.
     size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if size_bytes > MAX_LAYER_BYTES:
         raise PackageError("header-overflow", f"expected at most {MAX_LAYER_BYTES} bytes, got {size_bytes}")
@@ -189,10 +190,10 @@ class SafetensorsWriter(ExitStack):
             OSError: from the file system.
         """
         if name in self._entries or name == "__metadata__":
-            raise InputError(f"The tensor {name!r} comes twice. Add each tensor once.")
+            raise InputError(f"The tensor {name!r} was added before. Add each tensor once.")
         if dtype not in ITEM_BYTES:
             raise InputError(f"expected dtype of {name!r} to be one of {sorted(ITEM_BYTES)}, got {dtype!r}")
-        # Take the bytes, not the numbers, because numpy has no bfloat16, and callers pass it as raw data.
+        # Write the bytes of the array, whatever its dtype: numpy has no bfloat16, so callers pass raw bytes.
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         width = ITEM_BYTES[dtype]
         if flat.size != math.prod(shape) * width:

@@ -40,7 +40,7 @@ def check_shapes(
         PackageError: `tensor-names`, `tensor-shape` or `header-dtype`.
     """
     scoped = tuple((tensor.name, tensor.shape) for tensor in manifest.tensors)
-    # The order defines the tensor_id, which keys the random directions. So it must match, too.
+    # The order must match, too. It defines the tensor_id, from which the random directions are computed.
     if scoped != scoped_tensors(config):
         raise PackageError(
             "tensor-shape", "The tensors of the manifest are not the linear layers of config.json, in order."
@@ -70,7 +70,7 @@ def check_shapes(
             expected[role] = counts
     for role, shapes in expected.items():
         _check_layer_shapes(role, layers[role], shapes)
-    # Names and shapes are known to be right here, so each lookup succeeds.
+    # Names and shapes have been checked above, so each lookup succeeds.
     for name, (dtype, _) in dense.items():
         if (got := layers[Role.DENSE].specs[name].dtype) != dtype:
             raise PackageError("header-dtype", f"expected {dtype} of {name}, got {got}")
@@ -80,7 +80,7 @@ def _dense_layout(manifest: Manifest, dense: SafetensorsFile) -> Layout:
     scheme, group_size = manifest.scheme.name, manifest.scheme.group_size
     found: Layout = {}
     for tensor in manifest.tensors:
-        # For SOURCE the layer itself decides the bits of each tensor, and whether it has minima.
+        # With SOURCE, the bits of each tensor, and whether it has minima, follow from the layer itself.
         is_eight = scheme is Scheme.SOURCE and is_int8(dense, tensor.name)
         has_minima = not is_eight and tensor.name + MINIMA in dense.specs
         bits = 8 if is_eight else bits_of(scheme)
@@ -137,8 +137,8 @@ def check_scales(name: str, scheme: Scheme, scales: NDArray[np.float32]) -> None
 
 
 def check_codes(name: str, tensor: QuantizedTensor) -> None:
-    """Check that codes are valid for the scheme, and that the padding after an odd number is 0 (FORMAT
-    4.2).
+    """Check that codes are valid for the scheme, and that the padding after an odd number of four-bit
+    codes is 0 (FORMAT 4.2).
 
     Raises:
         PackageError: `dense-codes` or `dense-padding`.
@@ -148,12 +148,12 @@ def check_codes(name: str, tensor: QuantizedTensor) -> None:
         if int(tensor.packed.view(np.int8).min()) == -128:
             raise PackageError("dense-codes", f"expected codes of {name} from -127, got -128")
     elif math.prod(tensor.shape) % 2 and tensor.packed[-1] & 0x0F:
-        raise PackageError("dense-padding", f"expected a last low nibble of 0 in {name}, got another")
+        raise PackageError("dense-padding", f"The unused half of the last byte of {name} is not 0.")
 
 
 def check_program(path: Path) -> None:
-    """Check that a program's header fits the file: first the description, then the segments (FORMAT
-    4.11).
+    """Check that the header of a program is valid. It describes a file of two sections: first the
+    description of the program, then its data segments (FORMAT 4.11).
 
     Raises:
         PackageError: `program-header`.
@@ -165,7 +165,7 @@ def check_program(path: Path) -> None:
     if found != expected or not PROGRAM_HEADER_BYTES <= described <= base:
         raise PackageError(
             "program-header",
-            f"expected {expected} in a program, got {found}, {described} to {base}",
+            f"The program has {found} in its header, with a description of {described} bytes, not {expected}",
         )
 
 

@@ -1,4 +1,6 @@
-"""A listed version without types of TUF, so that workers can compare it with the rows of releases."""
+"""A version in the signed list, without types of TUF, so that workers can compare it with the rows of
+releases.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Functions on single pieces of TUF metadata: parse, check signatures, and edit lists."""
+"""Functions on the TUF metadata of single roles: parse, check signatures, and edit lists of targets."""
 
 import hashlib
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ from permille.trust.roles import (
 )
 
 KEY_TYPE = "ed25519"
-# The most by which the clock of a person who signs elsewhere may differ from ours.
+# The most by which the clock of a machine that signs elsewhere may differ from ours.
 CLOCK_SLACK: Final = timedelta(days=1)
 
 AnySigned = TypeVar("AnySigned", Root, Targets, Snapshot, Timestamp)
@@ -37,7 +37,7 @@ class KeyElsewhereError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """The signatures that a role needs: `threshold` of these public keys."""
+    """The public keys of a role, of which at least `threshold` must sign."""
 
     keys: tuple[Key, ...]
     threshold: int = 1
@@ -72,17 +72,17 @@ def expiry_of(data: bytes) -> datetime:
 def is_due(role: str, data: bytes, now: datetime) -> bool:
     """Return whether a role's metadata should be signed again.
 
-    This is so after half of its life, and if it lasts too long because it was signed under a wrong
-    clock.
+    It should after half of its life. It should also if it expires too late, because the clock was wrong
+    when it was signed.
     """
     left, life = expiry_of(data) - now, life_of(role)
-    # Clients refuse older versions, so metadata that lasts for years would hold devices at it for years.
+    # Until metadata expires, an attacker who withholds newer metadata can keep devices at it.
     return not life / 2 <= left <= life + CLOCK_SLACK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """The next version of a role, which lacks signatures by keys that are elsewhere."""
+    """The next version of a role's metadata, which lacks signatures by keys that are elsewhere."""
 
     role: str
     data: bytes
@@ -94,7 +94,7 @@ def new_signer() -> CryptoSigner:
 
 
 def root_digest(data: bytes) -> str:
-    """Return the first digits of the SHA-256 of a root, as invitations contain them."""
+    """Return the hex digits of a root's SHA-256 that invitations contain: the first 32."""
     return hashlib.sha256(data).hexdigest()[:ROOT_DIGEST_DIGITS]
 
 
@@ -113,7 +113,7 @@ def parse(kind: type[AnySigned], data: bytes) -> Metadata[AnySigned]:
 def lacking_signatures(delegator: Delegator, role: str, metadata: Metadata[Any]) -> str:
     """Describe the missing signatures, or return an empty text if there are enough."""
     try:
-        # It counts distinct keys, and ignores signatures by keys that the role does not name.
+        # `verify_delegate` counts distinct keys, and ignores signatures by keys that the role does not name.
         delegator.verify_delegate(role, metadata.signed_bytes, metadata.signatures)
     except UnsignedMetadataError as exc:
         return str(exc)
@@ -127,13 +127,13 @@ def check_keys(keys: Iterable[Key]) -> None:
 
 
 def check_delegations(targets: Targets) -> None:
-    """Check that `targets` lists nothing and delegates to terminating roles with paths. Raises
-    InputError.
+    """Check that `targets` lists no target itself, and delegates only to terminating roles with paths.
+    Raises InputError.
     """
     if targets.targets or targets.delegations is None or not targets.delegations.roles:
         raise InputError("targets must list nothing itself, and delegate to named roles.")
     check_keys(targets.delegations.keys.values())
-    # A role that is not terminating would let another role sign its targets, too.
+    # If a role is not terminating, clients also look for its targets in later roles.
     if not all(role.terminating and role.paths for role in targets.delegations.roles.values()):
         raise InputError("Delegated roles must be terminating and have paths.")
 
@@ -141,7 +141,7 @@ def check_delegations(targets: Targets) -> None:
 def hand_over(delegator: Delegator, role: str, holders: Holders) -> None:
     """Let only these keys sign a role. Keys that no role uses any more are removed."""
     rule = delegator.get_delegated_role(role)
-    # A copy, since revoking changes the list.
+    # Iterate over a copy, since revoking changes the list.
     for key_id in list(rule.keyids):
         delegator.revoke_key(key_id, role)
     for key in holders.keys:
@@ -160,14 +160,14 @@ def list_version(
     aliases.
 
     Args:
-        version: name and number.
-        manifest: None for a version that is listed already.
-        training: options for the devices.
+        version: the name and the number.
+        manifest: the bytes of the package's manifest; None for a version that is listed already.
+        training: training options for the devices.
     """
     path = target_path(*version)
     if manifest is not None:
         target = TargetFile.from_data(path, manifest, ["sha256"])
-        # TUF leaves this field to applications, and signs it with the rest.
+        # TUF leaves the field `custom` to applications. The signature covers it.
         target.unrecognized_fields["custom"] = {"aliases": [], "training": training.to_json()}
         targets.targets[path] = target
     for alias in aliases:

@@ -5,11 +5,11 @@ versions of the roles that it touches, then of snapshot and timestamp, so that c
 consistent set. `changed` collects the new files until the caller stores them. This module does no
 I/O and reads no clock.
 
-A role is verified before it is edited. So the service never signs bytes that somebody else put into
-the database.
+`open` verifies all signatures. So the service never signs bytes again that somebody else put into the
+database.
 
-A change that needs a missing key raises KeyElsewhereError, or makes drafts. A draft is signed
-elsewhere and comes back by `accept`.
+A change that needs a missing key raises KeyElsewhereError, or returns drafts. A draft is signed
+elsewhere, and `accept` then takes the signed file.
 
 `tuf.repository` of python-tuf was considered. It does not handle thresholds with several holders of
 keys, and its maintainers do not call it stable.
@@ -79,8 +79,8 @@ from permille.trust.roles import (
     target_path,
 )
 
-# The largest size of a metadata file. A list of some 3,000 versions reaches it. The client of python-tuf
-# accepts no larger root.
+# The largest size of a metadata file, which a list of some 3,000 versions reaches. The client of python-tuf
+# accepts roots of at most 512,000 bytes.
 MAX_BYTES = 500_000
 KEYS_AT_START = 5
 
@@ -118,11 +118,11 @@ class Repository:
         """
         made = list(signers or (new_signer() for _ in range(KEYS_AT_START)))
         root_key, targets_key, releases_key, online_key, rollouts_key = (one.public_key for one in made)
-        # With consistent snapshots each version has its own file, so clients never mix versions.
+        # With consistent snapshots, each version has a file of its own, so clients never mix versions.
         root = Root(expires=now + life_of(ROOT), consistent_snapshot=True)
         for role, key in zip(TOP_LEVEL, (root_key, targets_key, online_key, online_key), strict=True):
             root.add_key(key, role)
-        # Terminating: no later role may sign for the same paths.
+        # True makes both roles terminating: no later role may sign for the same paths.
         team = DelegatedRole(RELEASES, [releases_key.keyid], 1, True, paths=["releases/*/*", "federations/*"])
         own = DelegatedRole(ROLLOUTS, [rollouts_key.keyid], 1, True, paths=["rollouts/*/*"])
         keys = {key.keyid: key for key in (releases_key, rollouts_key)}
@@ -143,7 +143,7 @@ class Repository:
         signing.
         """
         repository = cls(newest=dict(newest), signers=dict(signers), now=now)
-        # Root and targets come first: they name the keys of the others.
+        # Root and targets come first, because they name the keys of the other roles.
         for role in (ROOT, TARGETS, *repository._delegated(), SNAPSHOT, TIMESTAMP):
             if role in newest and (lacking := repository._lacking(role, repository._metadata(role))):
                 raise OperatorError(
@@ -263,8 +263,8 @@ class Repository:
             self._edit(
                 role, lambda targets: name_alias(targets, name, alias, None if version is None else path)
             )
-        # The signed list already lets devices use this version, so only our row of the alias
-        # changes.
+        # If the signed list already lets devices of the alias install this version, only the row in the
+        # database must change, and this needs no key.
         except KeyElsewhereError:
             if version is not None and alias not in aliases_of(listed[path]):
                 raise
@@ -315,22 +315,22 @@ class Repository:
                 made.append(role)
             elif role in named:
                 drafts.append(Draft(role=role, data=metadata.to_bytes()))
-        # Even if nothing else changed, the timestamp must not expire.
+        # Even if no other role was signed, snapshot and timestamp must not expire.
         if made or any(role in named or self._is_due(role) for role in ONLINE):
             self._finish(made)
         return drafts
 
     def rotate(self, holders: Mapping[str, Holders]) -> list[Draft]:
-        """Give roles to other keys, and sign everything again that these keys sign. Devices need not
-        enrol again.
+        """Give roles to other keys, and sign again all metadata for which these keys are responsible. Devices
+        need not enrol again.
 
-        After a thief raised a version number, or after an old database was restored, clients refuse the
-        metadata. New keys of snapshot and timestamp repair this, because clients then forget the versions
-        of these two roles that they have seen.
+        Clients refuse the metadata if a version number is lower than before. This happens if a thief of a key
+        has raised the number, or if an old database was restored. New keys of snapshot and timestamp repair
+        it, because clients then forget which versions of these two roles they have seen.
 
         Returns:
-            An empty list if everything is signed and in `changed`. Otherwise nothing has changed,
-            and the drafts must be signed elsewhere and come back in this order.
+            An empty list if everything is signed and in `changed`. Otherwise nothing has changed: sign the
+            drafts elsewhere, and pass them to `accept` in this order.
         """
         delegated = self._delegated()
         if unknown := set(holders) - {*TOP_LEVEL, *delegated}:
@@ -379,7 +379,8 @@ class Repository:
         if len(data) > MAX_BYTES:
             raise InputError(f"{role} has {len(data)} bytes, more than {MAX_BYTES}.")
         self._check_next(role, offered)
-        # TUF, section 5.3.4: clients want a root signed by the old keys (`_check_next`) and by its own.
+        # TUF, section 5.3.4: clients accept only a root that is signed by the old keys (checked by
+        # `_check_next`) and by its own keys.
         if isinstance(offered.signed, Root):
             self._check_root(offered)
         elif role == TARGETS:
@@ -394,8 +395,8 @@ class Repository:
         if signed.version != expected:
             raise InputError(f"The next version of {role} is {expected}, not {signed.version}.")
         latest = self.now + life_of(role) + CLOCK_SLACK
-        # An old date would lock devices out, and a far one would keep stolen metadata valid for
-        # long.
+        # With a date in the past, devices could install nothing. With a date too far ahead, metadata that a
+        # thief signed would stay valid for long.
         if not self.now < signed.expires <= latest:
             raise InputError(
                 f"{role} must expire after {self.now:%F} and by {latest:%F}, not on {signed.expires:%F}."
@@ -423,18 +424,18 @@ class Repository:
                 raise InputError(f"{role} must list its own targets by sha256, not {path!r:.120}.")
             if is_target_path(path):
                 aliases_of(target)
-            # A listed version never changes. Otherwise devices of one version could have different
+            # A listed version never changes. Otherwise, devices with the same version could have different
             # packages.
             known = before.get(path, target)
             if (target.hashes, target.length) != (known.hashes, known.length):
-                raise InputError(f"{path!r:.120} was signed before and must stay what it was.")
+                raise InputError(f"{path!r:.120} was signed before with other content. Use a new version.")
 
     def _edit(self, role: str, change: Callable[[Targets], object]) -> None:
         signed = self._next(self.targets(role), role)
         change(signed)
         metadata = self._sign(role, signed, self._delegator(role))
         if lacking := self._lacking(role, metadata):
-            raise KeyElsewhereError(f"the key of {role} is elsewhere: sign its metadata there ({lacking})")
+            raise KeyElsewhereError(f"The key of {role} is elsewhere. Sign its metadata there: {lacking}")
         self._keep(role, metadata)
         self._finish([role])
 
@@ -463,7 +464,7 @@ class Repository:
             self._keep_online(SNAPSHOT, snapshot)
         stamp = parse(Timestamp, self.newest[TIMESTAMP]).signed if TIMESTAMP in self.newest else None
         timestamp = Timestamp(snapshot_meta=MetaFile(self.version(SNAPSHOT)))
-        # Clients refuse a timestamp of an older version, so the number goes on.
+        # Clients refuse a timestamp with a lower version, so continue its numbers.
         timestamp.version = stamp.version if stamp else 0
         self._keep_online(TIMESTAMP, self._next(timestamp, TIMESTAMP))
 
@@ -498,7 +499,7 @@ class Repository:
         return metadata
 
     def _can_sign(self, rule: Role) -> bool:
-        # TUF counts keys, whoever holds them.
+        # A threshold counts keys, so one holder may have several of them.
         return len(self.signers.keys() & set(rule.keyids)) >= rule.threshold
 
     def _lacking(self, role: str, metadata: Metadata[Any]) -> str:

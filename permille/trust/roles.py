@@ -1,8 +1,8 @@
 """Names, lifetimes and files of the roles that sign a tenant's releases. Service and agent share them.
 
-The roles are those of TUF. `root` names all keys. `targets` delegates to the roles of the teams.
-These roles list what devices may install. `snapshot` and `timestamp` tell which versions belong
-together, and that they are fresh.
+The roles are those of TUF. `root` names the keys of the four top-level roles. `targets` delegates to other
+roles and names their keys. These roles list what devices may install. `snapshot` tells which versions of the
+metadata belong together, and `timestamp` tells that the snapshot is the newest.
 
 There are three kinds of targets:
 
@@ -28,7 +28,7 @@ SNAPSHOT: Final = Snapshot.type
 TIMESTAMP: Final = Timestamp.type
 # The team's role that signs releases, unless `targets` delegates a role `release-<name>`.
 RELEASES: Final = "releases"
-# The service holds the key of this role, so that a rollout can stop while nobody watches. With it, the
+# The service holds the key of this role, so that a rollout can stop while nobody watches. With this key, the
 # service cannot offer a version that the team has not listed.
 ROLLOUTS: Final = "rollouts"
 TOP_LEVEL: Final = (ROOT, TARGETS, SNAPSHOT, TIMESTAMP)
@@ -41,7 +41,7 @@ ROOT_DIGEST_DIGITS: Final = 32
 MAX_VERSION: Final = 2**53 - 1
 MAX_STEPS: Final = 1_000_000
 
-# Whoever withholds newer metadata can do so for the life of a timestamp at most.
+# An attacker can withhold newer metadata for the life of a timestamp at most.
 _LIFE: Final = {
     ROOT: timedelta(days=365),
     TARGETS: timedelta(days=365),
@@ -75,7 +75,8 @@ def file_name(role: str, version: int) -> str:
 
 
 def parse_file_name(file: str) -> tuple[str, int]:
-    """Return the role and the version of a file. The timestamp has no version in its name, and gets 0.
+    """Return the role and the version in the name of a file. Return 0 for the timestamp, whose name has no
+    version.
 
     Raises:
         InputError: the file is not named as metadata.
@@ -129,7 +130,7 @@ class Training:
     The owner of a device can override each option by a flag or the policy.
 
     Attributes:
-        method: how a device finds its steps.
+        method: the training method.
         steps: the number of steps.
         first_layer: train only the masked weights in this decoder layer and above.
 
