@@ -1,4 +1,4 @@
-"""Tenants, roles, tokens of operators, the audit log, and what the service keeps."""
+"""Tenants, roles, tokens of operators, the audit log, and the deletion of old objects."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ class Role(StrEnum):
     """Rights of an operator token.
 
     An admin may do everything, and an operator everything except managing access. A viewer may
-    read. A watcher may read numbers about many devices only.
+    read. A watcher may only read numbers about many devices together.
     """
 
     ADMIN = "admin"
@@ -45,12 +45,12 @@ class TokenCreate(Closed):
     tenant.
     """
 
-    # People tell tokens apart by it, since the secret is never shown again.
+    # People tell tokens apart by their names, since the secrets are never shown again.
     name: Name = Field(examples=["ci"], description="name of the token in lists")
     role: Role = Field(default=Role.VIEWER, description="rights of the token")
     tenant_id: Id | None = Field(default=None, description="tenant of the token (default: the caller's)")
     expires_in_days: Annotated[int, Field(strict=True, ge=1, le=3650), WholeNumber] | None = Field(
-        default=None, description="days until it expires (default: never)"
+        default=None, description="days until the token expires (default: never)"
     )
 
 
@@ -75,13 +75,13 @@ class TokenSecret(Token):
 class AuditEntry(Closed):
     """A change by an operator, written in the same transaction as the change."""
 
-    seq: Positive = Field(description="1, 2, 3 ... within the tenant")
+    seq: Positive = Field(description="number of the entry: 1, 2, 3 ... within the tenant")
     at: Timestamp
     token_id: Id = Field(description="id of the operator's token")
     action: str = Field(description="operation id in this document", examples=["yank_release"])
     subject: str = Field(description="path of the request, with the id of the object that it made")
     request: dict[str, Any] | None = Field(description="body of the request, or null")
-    digest: Digest = Field(description="digest of this entry and of the digest before it")
+    digest: Digest = Field(description="digest of this entry together with the digest of the entry before it")
 
     def digest_after(self, previous: str) -> str:
         """Return the digest of this entry if it follows an entry with the digest `previous`."""
@@ -93,19 +93,21 @@ class AuditEntry(Closed):
 
 
 class BlobCollection(Closed):
-    """Result of a collection: the blobs that it found, and those that it deleted, or would delete in a
-    dry run.
+    """Result of a collection: the blobs that it found, and the blobs that it deleted. In a dry run, these
+    are the blobs that it would delete.
     """
 
     dry_run: bool
     stored_bytes: Count = Field(description="bytes of all blobs before the collection")
-    unreferenced_bytes: Count = Field(description="bytes of blobs that no row names, including young ones")
+    unreferenced_bytes: Count = Field(
+        description="bytes of blobs to which nothing refers, including young ones"
+    )
     removed_bytes: Count = Field(
         description="bytes of deleted blobs, and of deleted folders of sparse models"
     )
     removed_count: Count
     removed: list[str] = Field(
-        description="the 1,000 largest of them: digests of blobs, and folders of sparse models",
+        description="the 1,000 largest deleted objects: digests of blobs, and folders of sparse models",
         examples=[["sha256:" + "0123456789abcdef" * 4]],
     )
 
@@ -138,9 +140,7 @@ class RetentionRule(Closed):
 
 
 class Retired(Closed):
-    """Objects that the rule deleted, or would delete in a dry run. A call handles at most 500 of each
-    kind.
-    """
+    """Objects that the rule deleted, or would delete in a dry run. A call deletes at most 50 of each kind."""
 
     dry_run: bool
     packages: list[Digest]

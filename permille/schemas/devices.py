@@ -34,7 +34,7 @@ InvitationCode = Annotated[
     StringConstraints(pattern=r"^[A-Za-z0-9_-]{21}[AQgw]\.[0-9a-f]{32}$"),
     Field(
         description="128 random bits, base64url without padding; a dot; the first 32 hexadecimal digits of "
-        "the SHA-256 of the tenant's root metadata, from which the device begins to trust.",
+        "the SHA-256 of the tenant's root metadata, which is the device's first root of trust.",
         examples=["q83vASNFZ4mrze8BI0VniQ.0123456789abcdef0123456789abcdef"],
     ),
 ]
@@ -108,7 +108,7 @@ class InvitationRecord(Closed):
     release: Name
     alias: Name
     state: InvitationState
-    used_by: Id | None = Field(description="device that used it")
+    used_by: Id | None = Field(description="device that used the invitation")
     created_at: Timestamp
     expires_at: Timestamp
 
@@ -170,7 +170,7 @@ class DeviceToken(Closed):
 
 
 class DeviceStorage(Closed):
-    """The stored amounts of a device, with their limits."""
+    """The amounts that the service stores for a device, and their limits."""
 
     reports: Count
     most_reports: Count
@@ -196,7 +196,7 @@ class Device(Closed):
 
 
 class Group(Closed):
-    """The number of devices with a common property. Null means too few to show."""
+    """The number of devices with a common property. Null means that there are too few to show."""
 
     name: str
     devices: Count | None
@@ -213,8 +213,8 @@ class RunsOfDay(Closed):
 class Fleet(Closed):
     """Counts of all active devices of a tenant.
 
-    A watcher sees no count of fewer than ten devices. Other counts are rounded to tens, and
-    properties of fewer devices are not named.
+    A watcher sees no count of fewer than ten devices. Other counts are rounded to tens. A property that
+    fewer than ten devices share is not named.
     """
 
     devices: Count | None

@@ -1,7 +1,6 @@
-"""Federations, in which many devices improve one state in rounds: requests of operators, and their
-views.
+"""Federations, in which many devices improve one state in rounds: the requests and records of the API.
 
-Contributions of devices and published rounds are bytes (FORMAT 13), not records.
+Contributions of devices and published rounds have formats of their own (FORMAT 13), not JSON.
 """
 
 from enum import StrEnum
@@ -87,7 +86,7 @@ class ScheduleCreate(Closed):
     ] = 100
     minimum: Annotated[
         int,
-        Field(strict=True, ge=1, le=MAX_DEVICES, description="a round of fewer devices is void"),
+        Field(strict=True, ge=1, le=MAX_DEVICES, description="a round with fewer devices is void"),
         WholeNumber,
     ] = 10
     deadline_s: Annotated[
@@ -98,19 +97,19 @@ class ScheduleCreate(Closed):
 
 
 class TrainingCreate(Closed):
-    """The training of a device in a round."""
+    """The training on each device in a round."""
 
-    method: Method = Field(default=Method.GRADIENT, description="method by which a device finds its steps")
+    method: Method = Field(default=Method.GRADIENT, description="training method")
     estimator: EstimatorKind | None = Field(
         default=None, description="estimator of zeroth-order steps (default: one_sided)"
     )
     steps: Annotated[
         # FORMAT 13.2: a contribution counts its steps in a u16.
-        int, Field(strict=True, ge=1, le=65535, description="logged steps of a round"), WholeNumber
+        int, Field(strict=True, ge=1, le=65535, description="logged steps in a round"), WholeNumber
     ] = 1
     queries: Annotated[
         # FORMAT 8.1: with groups, a step has at most 8192 coefficients.
-        int, Field(strict=True, ge=1, le=8192, description="integers per step and device"), WholeNumber
+        int, Field(strict=True, ge=1, le=8192, description="integers of a device per step"), WholeNumber
     ] = 1024
     local_steps: Annotated[
         int,
@@ -119,7 +118,7 @@ class TrainingCreate(Closed):
             ge=1,
             le=1024,
             # FORMAT 13.1: several local steps need the gradient.
-            description="Adam steps on every weight that one logged step sums up; 1 for zeroth order",
+            description="local Adam steps whose sum is one logged step; 1 for zeroth order",
         ),
         WholeNumber,
     ] = 1
@@ -137,7 +136,7 @@ class TrainingCreate(Closed):
 
 
 class AggregationCreate(Closed):
-    """The rule that combines the integers of a round's devices."""
+    """The rule that combines the integers that devices contribute to a round."""
 
     rule: Literal["mean", "trimmed"] = Field(
         default="mean", description="rule that combines the integers of the devices"
@@ -169,10 +168,12 @@ class PrivacyCreate(Closed):
     """The privacy of each device: noise in every sum, and a limit of its participations."""
 
     dp_epsilon: Annotated[float, Field(strict=True, gt=0, le=MAX_DP_EPSILON, allow_inf_nan=False)] = Field(
-        description="privacy budget of one device over all rounds; decides the noise"
+        description="privacy budget of one device over all rounds; determines the noise"
     )
     participations: Annotated[
-        int, Field(strict=True, ge=1, le=1 << 20, description="most rounds of one device"), WholeNumber
+        int,
+        Field(strict=True, ge=1, le=1 << 20, description="most rounds in which a device takes part"),
+        WholeNumber,
     ]
     delta_exponent: Annotated[
         int,
@@ -183,7 +184,8 @@ class PrivacyCreate(Closed):
     ] = 6
     # 32 bytes in base64url without padding.
     keeper_key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{43}$")] | None = Field(
-        default=None, description="public key of a keeper, which adds the noise so that nobody sees a vector"
+        default=None,
+        description="public key of a keeper, which adds the noise so that nobody sees a device's integers",
     )
     keeper_url: Annotated[str, Field(min_length=1, max_length=200, pattern=TEXT_PATTERN)] | None = Field(
         default=None, description="address of the keeper"
@@ -211,7 +213,7 @@ class FederationCreate(Closed):
 
 
 class FederationSummary(Closed):
-    """The public view of a federation. The digest names its definition, which is a signed target."""
+    """The public view of a federation. `definition_digest` names its definition, which is a signed target."""
 
     id: Id
     name: Name
@@ -220,9 +222,11 @@ class FederationSummary(Closed):
     version: Version
     package_digest: Digest
     definition_digest: Digest
-    number: Count = Field(description="number of rounds done")
+    number: Count = Field(description="number of rounds that have ended")
     rounds: Positive = Field(description="most rounds of the federation")
-    adopted_round: Count | None = Field(description="devices begin with the state after this many rounds")
+    adopted_round: Count | None = Field(
+        description="devices begin with the state after this many rounds; null before an adoption"
+    )
 
 
 class FederationOffer(FederationSummary):
@@ -245,7 +249,7 @@ class Federation(FederationSummary):
 
 
 class PrivacySpent(Closed):
-    """The number of devices that took part in this many rounds, and the cost to each."""
+    """The number of devices that took part in `rounds` rounds, and the epsilon that each has spent."""
 
     rounds: Count
     devices: Count
@@ -255,24 +259,28 @@ class PrivacySpent(Closed):
 class FederationPrivacy(Closed):
     """The privacy guarantee of a federation, and the part that is spent."""
 
-    mode: Literal["central", "keeper"] = Field(description="central: the service adds the noise; or keeper")
+    mode: Literal["central", "keeper"] = Field(
+        description="who adds the noise: the service (`central`) or a keeper"
+    )
     noise_multiplier: Finite = Field(description="noise of each integer of a sum, divided by the clip")
     clip: Positive
     delta: Finite
-    participations: Positive = Field(description="most rounds of one device")
-    dp_epsilon: Finite = Field(description="epsilon of a device after that many rounds")
+    participations: Positive = Field(description="most rounds in which a device takes part")
+    dp_epsilon: Finite = Field(description="epsilon of a device after `participations` rounds")
     dp_epsilon_of_one: Finite = Field(description="epsilon of a device after one round")
-    signal_to_noise: Finite = Field(description="predicted ratio for a round that reaches its target")
+    signal_to_noise: Finite = Field(
+        description="predicted signal-to-noise ratio of a round that reaches its target"
+    )
     keeper_url: str | None
     spent: list[PrivacySpent] = Field(
-        description="by number of rounds, without devices that took part in none"
+        description="devices by the number of their rounds, without those that took part in none"
     )
 
 
 class RoundRecord(Closed):
     """A round, as operators see it.
 
-    Its gain, in nats per token, is that of the state from which the devices started.
+    `mean_gain` and `gain_low`, in nats per token, are gains of the state from which the devices started.
     """
 
     number: Count
@@ -287,7 +295,7 @@ class RoundRecord(Closed):
     reason: str | None = Field(description="reason of a void round")
     job_id: Id | None = Field(description="job that closes the round")
     mean_gain: float | None
-    # Together with EVIDENCE_DEVICES, it decides whether a state may be adopted without a reason.
+    # An adoption without a reason needs `gain_low` above 0, from at least EVIDENCE_DEVICES devices.
     gain_low: float | None = Field(description="lower end of the 95 % interval of the mean")
     chain: Digest | None
     state_digest: Digest | None
@@ -305,7 +313,7 @@ class RoundInvitation(Closed):
 
     round: Count
     seconds_left: Annotated[float, Field(ge=0)] = Field(
-        description="seconds until the deadline; a device's clock may be wrong"
+        description="seconds until the deadline. There is no time here, since a device's clock may be wrong"
     )
     start_digest: Digest = Field(description="digest of the state to begin from")
 
@@ -318,13 +326,13 @@ class ContributionReceipt(Closed):
 
 
 class AdoptionCreate(Closed):
-    """Let the devices of members begin with the federation's state after `round` rounds."""
+    """Let devices begin with the federation's state after `round` rounds."""
 
     round: Count | None = Field(
         default=None, description="number of rounds (default: the newest state with a known gain)"
     )
     reason: Annotated[str, Field(min_length=1, max_length=500, pattern=TEXT_PATTERN)] | None = Field(
-        default=None, description="reason to adopt it even if its gain is not sure"
+        default=None, description="reason to adopt the state even if its gain is not sure"
     )
 
 

@@ -1,7 +1,7 @@
 """Small types from which the whole REST contract is built.
 
-Integers are bounded, since databases hold 64 bits. Texts contain no control or format characters,
-and floats are finite. No model accepts an unknown field. Numbers are strict: `"5"` is not 5.
+Integers are at most 2^53 - 1. Texts contain no control or format characters, and floats are finite. No
+model accepts an unknown field. Numbers are strict: `"5"` is not 5.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ Item = TypeVar("Item")
 # JSON readers disagree about larger integers (RFC 8259, section 6).
 MAX_INTEGER = 2**53 - 1
 
-# These patterns serve the validator and the OpenAPI document: anchored, one line, no look-around.
+# These patterns are also in the OpenAPI document. So they are anchored, and use no look-around, which some
+# readers of the document do not know.
 DIGEST_PATTERN = r"^sha256:[0-9a-f]{64}$"
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 ULID_PATTERN = "[0-9a-hjkmnp-tv-z]{26}"

@@ -21,7 +21,7 @@ RelativePath = Annotated[
     Field(description="path below the configured root, with `/` between parts", examples=["stories260K"]),
 ]
 
-# `permille.models.sources` checks it again, before the name becomes a folder.
+# `permille.models.sources` checks the name again before it becomes the name of a folder.
 REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"
 # A full SHA-1 hash. A branch or a tag could move.
 COMMIT_PATTERN = r"^[0-9a-f]{40}$"
@@ -87,7 +87,7 @@ class Model(Closed):
     # The API does not open files of the hub. The first job reads them and fills in these fields.
     family: str | None = Field(examples=["llama"])
     parameters: Count | None
-    scoped_parameters: Count | None = Field(description="weights of the linears in the decoder layers")
+    scoped_parameters: Count | None = Field(description="weights of the linear layers in the decoder")
     size_bytes: Count | None
     created_at: Timestamp
 

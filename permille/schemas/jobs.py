@@ -14,8 +14,8 @@ from permille.schemas.problems import Figure
 class JobKind(StrEnum):
     """Kind of a job.
 
-    A build consists of child jobs, and a large mask is split into shards. A shared log starts its
-    replay, and a federation starts the closing of a round.
+    A build consists of child jobs, and a large mask is split into shards. The service starts a replay when a
+    device has shared a log, and a round job to close a round of a federation.
     """
 
     SPARSIFICATION = "sparsification"
@@ -61,7 +61,7 @@ class EventKind(StrEnum):
 class JobProgress(Closed):
     """Progress of a running job. `seconds_left` is an estimate, or null."""
 
-    # A retry of an ended job sets it back to 0.
+    # If an ended job is retried, its progress starts again at 0.
     fraction: Annotated[float, Field(ge=0, le=1)]
     message: str | None = Field(examples=["scoring sequence 12 of 100"])
     seconds_left: Annotated[float, Field(ge=0)] | None
@@ -131,7 +131,7 @@ class Preflight(Closed):
     figures: list[Figure]
     unknown: str | None = Field(
         default=None,
-        description="reason for unknown needs; then nothing is refused",
+        description="reason why the needs are unknown, or null. A job with unknown needs is not refused",
         examples=["the files of this hub model have not been read yet: its first job does"],
     )
 

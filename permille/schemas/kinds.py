@@ -1,8 +1,8 @@
 """The kinds of jobs that a request can start, each described once.
 
-From this table the service makes routes, the command line makes commands, and store and workers
-parse the payload of a job. A request is the payload of its job, unchanged. So a new option needs
-only a field of a request.
+From this table, the service makes routes, the command line makes commands, and store and workers
+parse the payload of a job. The request is also the payload of the job, unchanged. So a new option only
+needs a new field in a request.
 """
 
 from collections.abc import Mapping
@@ -41,20 +41,20 @@ class WorkKind:
     """A kind of job in the REST API.
 
     Attributes:
-        request: the model, or union of models, of the request and of the payload.
-        record: the model of the result.
+        request: the pydantic model, or union of models, of the request. It is also that of the payload.
+        record: the pydantic model of the result.
         collection: the last part of the path, as in `/v1/masks`, and the name of the group of
             commands.
         about: a description of the collection.
         starts: a description of the operation that starts such a job.
         shows: a description of the report, or None if there is none.
-        examples: example requests, by a description of each.
+        examples: example requests. The key is a description.
         key: the path parameter of a single record.
         prefix: the prefix of ids, or None if a digest is the id.
     """
 
     kind: JobKind
-    # `Any`, because a union of models is no class.
+    # `Any`, because a union of models is not a class.
     request: Any
     record: type[Closed]
     collection: str
@@ -101,14 +101,14 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             shows="Show what a sparsification costs: zeros and error by layer, perplexity before and after.",
             examples={
                 "half of the weights": {"model_id": _MODEL, "corpus_id": _CORPUS, "name": "half"},
-                "two of four, the others make up for it": {
+                "two of four weights, with the others adjusted": {
                     "model_id": _MODEL,
                     "corpus_id": _CORPUS,
                     "name": "two-of-four",
                     "method": "sparsegpt",
                     "pattern": "2:4",
                 },
-                "with LoRA to make up for it": {
+                "60 % of the weights, then fine-tuning with LoRA": {
                     "model_id": _MODEL,
                     "corpus_id": _CORPUS,
                     "name": "tuned",
@@ -175,7 +175,7 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             request=PackageCreate,
             record=PackageRecord,
             collection="packages",
-            about="Make packages of finished parts.",
+            about="Make packages of finished masks and quantizations.",
             starts="Make a package of a quantization with a mask, or with an adapter.",
             examples={
                 "a mask and a quantization": {
@@ -191,8 +191,8 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             request=PoolingCreate,
             record=Pooling,
             collection="poolings",
-            about="Add states that public text has trained to packages.",
-            starts="Train a state of a package on public text, and add it.",
+            about="Add pooled states, which are trained on public text, to packages.",
+            starts="Train a pooled state of a package on public text, and add it.",
             examples={
                 "400 steps on a corpus": {"package_digest": "sha256:" + "0" * 64, "corpus_id": _CORPUS},
             },
@@ -250,8 +250,7 @@ def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
     """Parse the payload of a job into the request class of its kind.
 
     Raises:
-        InputError: the kind is unknown, or this version does not write such fields. The message
-            names them.
+        InputError: the kind is unknown, or fields are not valid in this version. The message names them.
 
     Example:
         >>> payload = {"model_id": "model_" + EXAMPLE_ULID, "method": "magnitude"}

@@ -13,8 +13,8 @@ Scope = Annotated[
     str,
     StringConstraints(pattern=f"^({SCOPE_PATTERN})$"),
     Field(
-        description='linears to choose from: "all", "attention", "mlp", or decoder layers from 0 on, such as '
-        '"layers:4-7", "layers:4-" or "layers:4"',
+        description='linear layers to choose from: "all", "attention", "mlp", or those of decoder layers, '
+        'counted from 0, such as "layers:4-7", "layers:4-" or "layers:4"',
         examples=["all"],
     ),
 ]
@@ -45,7 +45,7 @@ SequenceLength = Annotated[
 
 
 class _AnyMask(Closed):
-    """Fields of every method of choosing."""
+    """Fields that all methods have."""
 
     density: Density = 0.001
     seed: Seed = Field(default=0, description="seed of the choice of sequences, or of a random mask")
@@ -66,7 +66,7 @@ class FisherMask(_AnyMask):
 class WeightMask(_AnyMask):
     """The largest weights, or a random choice. This reads no corpus."""
 
-    # `method` tells pydantic which of the two requests it reads.
+    # By `method`, pydantic tells the two kinds of requests apart.
     method: Literal[MaskMethod.MAGNITUDE, MaskMethod.RANDOM]
 
 
@@ -88,7 +88,7 @@ class WeightMaskCreate(WeightMask):
 MaskCreate = Annotated[FisherMaskCreate | WeightMaskCreate, Field(discriminator="method")]
 
 
-# Shards in different dtypes would give sums that depend on which worker took which shard.
+# All shards of a mask use one dtype. Otherwise, the sums would depend on which worker took which shard.
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -104,7 +104,7 @@ class ShardRequest(Closed):
 
 
 class Mask(Made):
-    """A chosen mask. The digest is of its layer."""
+    """A chosen mask. `digest` is the digest of its layer."""
 
     id: Id
     request: MaskCreate

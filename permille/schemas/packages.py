@@ -22,13 +22,13 @@ _EITHER: Final = "Give either a mask or an adapter"
 
 
 class Adapter(Closed):
-    """Low-rank matrices beside the linears, trained instead of masked weights."""
+    """Low-rank matrices beside the linear layers, which are trained instead of masked weights."""
 
     kind: Annotated[AdapterKind, Flag("--adapter")] = Field(
         description="adapter to train in place of sensitive weights: lora, or lora-fa (half of it frozen)"
     )
     rank: Annotated[
-        # FORMAT 3.1 has these two limits, as `permille.package.limits`.
+        # The limits of rank and alpha are those of FORMAT 3.1 and `permille.package.limits`.
         int, Field(strict=True, ge=1, le=256, description="rank of the adapter's matrices"), WholeNumber
     ] = 16
     alpha: Annotated[
@@ -42,7 +42,9 @@ class Adapter(Closed):
         WholeNumber,
     ] = 16
     scope: Annotated[Scope, Flag("--adapter-scope")] = "all"
-    seed: Annotated[Seed, Flag("--adapter-seed")] = Field(default=0, description="seed of the first matrices")
+    seed: Annotated[Seed, Flag("--adapter-seed")] = Field(
+        default=0, description="seed of the initial matrices"
+    )
 
 
 def _either(mask: str, kind: str) -> ConfigDict:
@@ -71,8 +73,8 @@ class PackageCreate(Closed):
 
     model_config = _either("mask_id", "string")
 
-    # Both are optional here, and `_check` demands exactly one.
-    mask_id: Id | None = Field(default=None, description="mask")
+    # Mask and adapter are optional here, and `_check` demands exactly one of them.
+    mask_id: Id | None = Field(default=None, description="mask of the model")
     adapter: Adapter | None = None
     quantization_id: Id = Field(description="quantization of the same model")
 
@@ -85,8 +87,10 @@ class PackageCreate(Closed):
 class PoolingCreate(Closed):
     """Train a pooled state of a package on public text, and make a package that carries it."""
 
-    package_digest: Digest = Field(description="package; the new one differs in the pooled state alone")
-    corpus_id: Id = Field(description="public text to train on; its last part judges the state")
+    package_digest: Digest = Field(
+        description="package to start from; the new one differs only in its pooled state"
+    )
+    corpus_id: Id = Field(description="public text to train on; the last part is held out to judge the state")
     steps: Annotated[
         int,
         Field(strict=True, ge=1, le=100_000, description="steps along the gradient"),
@@ -107,7 +111,9 @@ class PoolingCreate(Closed):
 class ExportCreate(Closed):
     """Export a package as a program for ExecuTorch's runtime, and make a package that carries it."""
 
-    package_digest: Digest = Field(description="package; the new one differs in the program alone")
+    package_digest: Digest = Field(
+        description="package to start from; the new one differs only in its program"
+    )
     weights: ProgramWeights = Field(
         default=ProgramWeights.FLOAT32,
         description="storage of the frozen weights; int4 needs an int4 package and rounds inputs to 8 bits",
@@ -124,7 +130,7 @@ class ExportCreate(Closed):
     ] = 16
     tokens: Annotated[
         int,
-        Field(strict=True, ge=8, le=8192, description="tokens in a sequence; devices have 128"),
+        Field(strict=True, ge=8, le=8192, description="tokens in a sequence; devices use 128"),
         WholeNumber,
     ] = 128
 
@@ -142,7 +148,7 @@ class PackageLayer(Closed):
 class PackageRecord(Made):
     """A package. Its id is the digest of its manifest.
 
-    Devices begin with the layer `pooled`. An inference engine runs the layer `program`.
+    If it has the layer `pooled`, devices begin with this state. An inference engine runs the layer `program`.
     """
 
     request: PackageCreate | PoolingCreate | ExportCreate
@@ -158,14 +164,15 @@ class BuildCreate(Closed):
     model_id: Id = Field(description="model to make a package of")
     mask: MaskRequest | None = None
     adapter: Adapter | None = None
-    # The scheme is spelled out: it tells the options apart, so it has no default.
+    # The scheme must be given: by it, pydantic tells the options apart, so it has no default.
     quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
     evaluation_corpus_id: EvaluationCorpus = None
 
     @model_validator(mode="before")
     @classmethod
     def _check_either(cls, data: Any) -> Any:
-        # Before the fields are parsed: errors about a mask would confuse a user who wants an adapter.
+        # This runs before the fields are parsed. Otherwise, errors about a mask would confuse a user who
+        # wants an adapter.
         if isinstance(data, dict) and data.get("adapter") is not None and isinstance(data.get("mask"), dict):
             raise ValueError(f"{_EITHER}: {', '.join(data['mask'])} do not go with an adapter")
         return data

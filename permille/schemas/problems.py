@@ -27,7 +27,7 @@ class ProblemType(StrEnum):
     BAD_REQUEST = "bad-request"
     UNAUTHENTICATED = "unauthenticated"
     FORBIDDEN = "forbidden"
-    # Also for what belongs to another tenant, so that nobody learns what exists.
+    # Also used for objects of another tenant, so that nobody learns that they exist.
     NOT_FOUND = "not-found"
     METHOD_NOT_ALLOWED = "method-not-allowed"
     REQUEST_TIMEOUT = "request-timeout"
@@ -70,25 +70,25 @@ _FACTS: Final[dict[ProblemType, tuple[int, str]]] = {
     ProblemType.BAD_REQUEST: (400, "The request cannot be read"),
     ProblemType.UNAUTHENTICATED: (401, "A valid bearer token is needed"),
     ProblemType.FORBIDDEN: (403, "You may not do this"),
-    ProblemType.NOT_FOUND: (404, "It does not exist, or not for you"),
+    ProblemType.NOT_FOUND: (404, "It does not exist, or you may not see it"),
     ProblemType.METHOD_NOT_ALLOWED: (405, "This path does not offer this method"),
     ProblemType.REQUEST_TIMEOUT: (408, "The request did not come in time"),
     ProblemType.CONFLICT: (409, "The current state does not allow this"),
     ProblemType.IDEMPOTENCY_CONFLICT: (
         409,
-        "The idempotency key was used for another request, or for what is gone",
+        "The idempotency key was used for another request, or for an object that is gone",
     ),
     ProblemType.ROUND_CLOSED: (409, "The round takes no more contributions"),
     ProblemType.CONTRIBUTION_CONFLICT: (409, "The device has sent another contribution to this round"),
-    ProblemType.BUDGET_SPENT: (409, "The device has taken part as often as it was promised"),
-    ProblemType.QUOTA_SPENT: (409, "The service keeps as much of the device as it may"),
+    ProblemType.BUDGET_SPENT: (409, "The privacy budget of the device is spent"),
+    ProblemType.QUOTA_SPENT: (409, "The storage quota of the device is used up"),
     ProblemType.PRECONDITION_FAILED: (412, "A precondition of the request does not hold"),
     ProblemType.TOO_LARGE: (413, "The request body is too large"),
     ProblemType.UNSUPPORTED_MEDIA_TYPE: (415, "The request body has another media type than expected"),
     ProblemType.RANGE_NOT_SATISFIABLE: (416, "The requested range lies outside of the content"),
     ProblemType.MISDIRECTED: (421, "This server does not answer to that host name"),
     ProblemType.INVALID: (422, "The request does not fit its description"),
-    ProblemType.PREFLIGHT_REFUSED: (409, "The machine cannot hold this work"),
+    ProblemType.PREFLIGHT_REFUSED: (409, "The machine lacks resources for this job"),
     ProblemType.PACKAGE_REFUSED: (422, "The package or log is not what it claims to be"),
     ProblemType.TOO_MANY_REQUESTS: (429, "Too many requests"),
     ProblemType.INTERNAL: (500, "The service failed"),

@@ -73,8 +73,8 @@ class Int4(Tables):
 class AutoRound(Tables):
     """int4 in groups of 128, with rounding and scales that auto-round calibrates on texts of a corpus.
 
-    It loses less than int4. It needs the whole model in memory, and takes minutes or hours. Devices
-    read it like any int4.
+    The model loses less quality than with int4. Calibration needs the whole model in memory, and takes
+    minutes or hours. Devices read the result like any int4.
     """
 
     scheme: Literal[SchemeName.AUTO_ROUND]
@@ -91,8 +91,8 @@ class AutoRound(Tables):
 
 
 class Int8(Tables):
-    """Symmetric integers of 8 bits in groups of 128 along a row. They take twice the bytes and lose
-    hardly anything.
+    """Symmetric integers of 8 bits in groups of 128 along a row. They take twice the bytes of 4 bits, and the
+    model loses hardly any quality.
     """
 
     scheme: Literal[SchemeName.INT8]
@@ -119,7 +119,7 @@ class QuantizationCreate(Closed):
 
 
 class Quantization(Made):
-    """A quantized dense layer. The digest is that of the layer."""
+    """A quantized dense layer. `digest` is the digest of the layer."""
 
     id: Id
     request: QuantizationCreate

@@ -25,7 +25,7 @@ class ReleaseTraining(Closed):
     """Training options that a release signs for its devices. The owner of a device may override them."""
 
     method: Method | None = Field(
-        default=None, description="method by which devices find their steps (default: the engine decides)"
+        default=None, description="training method of devices (default: the engine decides)"
     )
     # `permille.trust.roles` has the same limit, for the signed form.
     steps: Annotated[int, Field(strict=True, ge=1, le=1_000_000), WholeNumber] | None = Field(
@@ -66,7 +66,7 @@ class ReleaseRecord(Release):
 class ReleaseYank(Closed):
     """The reason for yanking a version."""
 
-    # The pages and the command line print it, so it has no control characters.
+    # The pages and the command line print the reason, so it has no control characters.
     reason: Annotated[str, Field(min_length=1, max_length=500, pattern=TEXT_PATTERN)] = "withdrawn"
 
 
@@ -101,7 +101,7 @@ class Band(Closed):
 
 
 class Outcomes(Closed):
-    """The number of devices by the outcome of their newest run on a version. Null means too few."""
+    """The number of devices by the outcome of their newest run on a version. Null means too few to show."""
 
     adopted: Count | None
     kept_base: Count | None
@@ -122,7 +122,7 @@ class VersionResults(Closed):
     yanked: bool
     published_at: Timestamp
     devices: Count | None = Field(description="devices that were last told this version")
-    reported: Count | None = Field(description="devices that reported a run on it")
+    reported: Count | None = Field(description="devices that reported a run on this version")
     outcomes: Outcomes
     adopted_fraction: Finite | None = Field(description="share of adopted runs among those that reported")
     improvement: Band | None = Field(
@@ -137,7 +137,7 @@ class VersionResults(Closed):
 class Measure(StrEnum):
     """A measure for comparing two versions.
 
-    The loss is that after training, over devices that reported both versions.
+    `loss` is the loss after training. It is compared over the devices that reported both versions.
     """
 
     ADOPTED = "adopted"

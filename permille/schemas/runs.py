@@ -1,5 +1,5 @@
-"""Runs: the reports of devices about their trainings. They hold numbers and closed sets, so no text of
-a user.
+"""Runs: the reports of devices about their trainings. A report consists of numbers, times and names from
+fixed sets. It contains no text of a user.
 """
 
 from enum import StrEnum
@@ -81,8 +81,10 @@ class RunMetrics(Closed):
     release: Name
     version: Version
     outcome: Outcome
-    began_at: Timestamp = Field(description="by the device's clock, which may be wrong")
-    ended_at: Timestamp = Field(description="by the device's clock; runs are ordered by it, see `Run`")
+    began_at: Timestamp = Field(description="start by the device's clock, which may be wrong")
+    ended_at: Timestamp = Field(
+        description="end by the device's clock; runs are ordered by their ends, see `Run`"
+    )
     steps: Count
     rejected_steps: Count
     queries: Count
@@ -114,14 +116,17 @@ class RunMetrics(Closed):
         default=None, description="loss of the base on the package's reference; null without a reference"
     )
     general_loss_personal: Finite | None = Field(
-        default=None, description="loss of the personal state, at its strength, on the reference"
+        default=None, description="loss of the personal state, scaled by `strength`, on the reference"
     )
     # An integer, so that device and service scale a state to the same bits.
     strength: Annotated[int, Field(strict=True, ge=0, le=8), WholeNumber] | None = Field(
-        default=None, description="strength of the judged state in eighths of the trained one; 0: none"
+        default=None,
+        description="eighths of the trained state that the judged state keeps; 0 if even one eighth costs "
+        "too much general knowledge",
     )
     scaled_digest: Digest | None = Field(
-        default=None, description="digest of a shared log's state at a strength below 8, else null"
+        default=None,
+        description="digest of the scaled state, if a log is shared and `strength` is below 8; else null",
     )
 
 

@@ -39,7 +39,13 @@ RowLength = Annotated[
 ]
 EvaluationRows = Annotated[
     int,
-    Field(strict=True, ge=0, le=4096, examples=[16], description="number of other sequences for perplexity"),
+    Field(
+        strict=True,
+        ge=0,
+        le=4096,
+        examples=[16],
+        description="number of other sequences to measure perplexity on",
+    ),
     WholeNumber,
 ]
 
@@ -71,16 +77,16 @@ class Recovery(Closed):
     ] = 8
     learning_rate: Annotated[
         float,
-        Field(strict=True, gt=0, le=1, examples=[_LEARNING_RATE], description="Adam's at the first step"),
+        Field(strict=True, gt=0, le=1, examples=[_LEARNING_RATE], description="rate of the first step"),
     ] = _LEARNING_RATE
 
     @property
     def sequences(self) -> int:
-        """The number of sequences to read. Each is trained on once, up to a limit."""
+        """The number of sequences to read. Up to a limit, each one is used for a single step."""
         return min(self.steps * self.rows, _MOST_SEQUENCES)
 
     def plan(self, seed: int) -> RecoveryPlan:
-        """Return the options of the library."""
+        """Return the options for `permille.pruning`."""
         return RecoveryPlan(
             steps=self.steps, rows=self.rows, rate=self.learning_rate, rank=self.rank, seed=seed
         )
@@ -94,7 +100,7 @@ class SparsificationCreate(Closed):
     name: Name = Field(description="name of the sparse model")
     method: PruningMethod = Field(
         default=PruningMethod.WANDA,
-        description="wanda goes by the size of weights and inputs; sparsegpt also adjusts the others",
+        description="wanda removes weights by their size and their inputs; sparsegpt also adjusts the others",
     )
     rate: Rate | None = Field(
         default=None,
@@ -110,7 +116,7 @@ class SparsificationCreate(Closed):
     recovery: Recovery | None = Field(default=None, description="fine-tuning of the remaining weights")
 
     def plan(self) -> PruningPlan:
-        """Return the options of the library."""
+        """Return the options for `permille.pruning`."""
         pattern = None if self.pattern is None else Pattern.parse(self.pattern)
         # A pattern fixes its rate: 2:4 and 4:8 both remove one half.
         own = _HALF if pattern is None else pattern.rate
@@ -118,10 +124,10 @@ class SparsificationCreate(Closed):
 
 
 class Sparsification(Made):
-    """A sparse model. The digest is that of its files.
+    """A sparse model. `digest` is the digest of its files.
 
-    `model_id` is the original model, and `made_model_id` the sparse one. The latter is null once
-    that model was removed.
+    `model_id` is the original model, and `made_model_id` the sparse one. `made_model_id` is null once the
+    sparse model was removed.
     """
 
     id: Id

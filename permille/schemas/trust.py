@@ -12,7 +12,7 @@ from permille.schemas.fields import Closed, Count, Positive, Timestamp, WholeNum
 
 ROLE_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,80}$"
 FILE_PATTERN = r"^([1-9][0-9]{0,15}\.)?[a-z0-9][a-z0-9._-]{0,80}\.json$"
-# With consistent snapshots, a client asks for a target by its hash and its path.
+# With consistent snapshots, clients put the hash of a target before its file name.
 TARGET_PATTERN = r"^releases/[a-z0-9][a-z0-9._-]{0,62}/[0-9a-f]{64}\.[1-9][0-9]{0,15}\.json$"
 
 RoleName = Annotated[str, StringConstraints(pattern=ROLE_PATTERN), Field(examples=["releases"])]
@@ -38,12 +38,12 @@ class Trust(Closed):
 
 
 class RoleKeys(Closed):
-    """New public keys of a role, whose private keys are elsewhere. With an empty list the service
-    makes a key.
+    """New public keys of a role. Their private keys are elsewhere. If the list is empty, the service makes a
+    key.
     """
 
     role: RoleName
-    # Raw keys. The service computes their TUF ids, so a caller cannot name a wrong one.
+    # The service computes the TUF ids of these raw keys, so a caller cannot give a wrong id.
     public_keys: Annotated[list[PublicKey], Field(max_length=20)] = Field(default=[])
     threshold: Annotated[int, Field(strict=True, ge=1, le=20), WholeNumber] = 1
 

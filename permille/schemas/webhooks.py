@@ -27,7 +27,7 @@ class EventType(StrEnum):
 class WebhookCreate(Closed):
     """An address that receives events of rollouts."""
 
-    url: Url = Field(description="receives a POST for each event")
+    url: Url = Field(description="address that receives a POST for each event")
 
 
 class Webhook(WebhookCreate):
@@ -38,14 +38,14 @@ class Webhook(WebhookCreate):
 
 
 class WebhookSecret(Webhook):
-    """A new webhook. The receiver checks signatures by `secret`, which is shown only here."""
+    """A new webhook. The receiver checks signatures with `secret`, which is shown only here."""
 
-    # Unlike other secrets it is stored as it is, because it signs.
+    # Unlike other secrets, this one is stored in plain text, because it signs each delivery.
     secret: str
 
 
 class Delivery(Closed):
-    """An event on its way to a webhook."""
+    """An event for a webhook, with the state of its delivery."""
 
     # A receiver may get an event twice, and recognizes it by this id.
     id: Id = Field(description="value of the header `webhook-id`, the same for each attempt")

@@ -110,7 +110,7 @@ def test_what_goes_wrong_is_told_on_the_page_that_stays(looking: tuple[Running, 
     expect(page.locator("#notice")).to_be_empty()
     page.goto(f"{running.url}/ui/masks/none")
     expect(page.locator("nav")).to_be_visible()
-    expect(page.locator("h1")).to_have_text("It does not exist, or not for you")
+    expect(page.locator("h1")).to_have_text("It does not exist, or you may not see it")
 
 
 def test_every_view_fits_a_telephone(looking: tuple[Running, Stocked, Browser]) -> None:

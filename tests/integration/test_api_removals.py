@@ -88,7 +88,7 @@ def test_a_build_goes_with_its_parts_once_their_results_are_gone(api: Api) -> No
     assert left in api.delete(path).json()["detail"], "none names one that goes before it"
     assert api.delete(f"/v1/packages/{package.digest}").status_code == 204
     assert api.delete(f"/v1/quantizations/{quantization.id}").status_code == 204
-    assert f"mask {mask.id} is made of {model_id}" in api.delete(f"/v1/models/{model_id}").json()["detail"]
+    assert f"mask {mask.id} was made from {model_id}" in api.delete(f"/v1/models/{model_id}").json()["detail"]
     assert api.delete(f"/v1/masks/{mask.id}").status_code == 204
     assert api.delete(path).status_code == 204
     assert api.get(f"/v1/jobs/{part.id}").status_code == 404

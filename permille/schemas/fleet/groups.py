@@ -16,7 +16,7 @@ class GroupRule(Closed):
     tags: list[Name] = Field(default=[], max_length=20, description="the device has one of these tags")
     agent_version: AgentVersion | None = Field(default=None, description="lowest version of the agent")
     engines: list[EngineName] = Field(
-        default=[], max_length=len(EngineName), description="one of these computed the newest run"
+        default=[], max_length=len(EngineName), description="one of these engines computed the newest run"
     )
     memory_bytes: Count = Field(default=0, description="least memory of the device")
 
@@ -32,7 +32,7 @@ class DeviceGroup(GroupCreate):
     """A group as operators see it."""
 
     id: Id
-    devices: Count = Field(description="number of devices that belong to it now")
+    devices: Count = Field(description="number of devices that belong to the group now")
     created_at: Timestamp
 
 
@@ -49,7 +49,7 @@ class DeviceTags(TagsPut):
 
 
 class FactsPut(Closed):
-    """Facts that a device reports, by which groups select."""
+    """Facts that a device reports, by which groups select devices."""
 
     agent_version: AgentVersion
     engine: EngineName | None

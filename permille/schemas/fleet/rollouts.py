@@ -13,7 +13,7 @@ from permille.schemas.fields import Closed, Count, Finite, Flag, Id, Name, Posit
 from permille.schemas.releases import Version
 
 MAX_WAVES: Final = 20
-# The state machine has the defaults, so that both cannot differ.
+# The defaults are those of the state machine, so that the two cannot differ.
 _DEFAULT: Final = Rules()
 
 Percent = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False, examples=[2.0])]
@@ -42,9 +42,9 @@ class RolloutRules(Closed):
         "repeat for each wave, up to `100%`",
     )
     min_reports: Positive = Field(
-        default=_DEFAULT.min_reports, description="reports of a wave's devices before the next wave opens"
+        default=_DEFAULT.min_reports, description="reports that a wave needs before the next wave opens"
     )
-    soak_s: Seconds = Field(default=_DEFAULT.soak_s, description="least seconds of a wave")
+    soak_s: Seconds = Field(default=_DEFAULT.soak_s, description="least seconds for which a wave is open")
     success_percent: Percent = Field(
         default=_DEFAULT.success_percent,
         description="success rate that a wave needs, among the devices that began",
@@ -67,7 +67,7 @@ class RolloutRules(Closed):
 
     @model_validator(mode="after")
     def _check_waves(self) -> "RolloutRules":
-        # Shares and counts are checked apart: only a rollout on known devices can compare them.
+        # Shares and counts are checked separately. They can only be compared once the devices are known.
         for is_share in (True, False):
             sizes = [int(wave.removesuffix("%")) for wave in self.waves if wave.endswith("%") is is_share]
             if sizes != sorted(set(sizes)) or self.waves[-1] != "100%":
@@ -88,7 +88,7 @@ class MaintenanceWindow(Closed):
         examples=["0 2 * * *"],
     )
     minutes: Annotated[int, Field(strict=True, ge=1, le=MAX_MINUTES), WholeNumber] = Field(
-        default=120, description="minutes for which it stays open"
+        default=120, description="minutes for which the window stays open"
     )
     zone: str | None = Field(
         default=None,
@@ -100,7 +100,7 @@ class MaintenanceWindow(Closed):
     @model_validator(mode="after")
     def _check(self) -> "MaintenanceWindow":
         try:
-            # The same check as on the device, so that no window is signed that a device refuses.
+            # This is the check of the device. So the service never signs a window that a device refuses.
             Window(**self.model_dump())
         except InputError as exc:
             raise ValueError(str(exc)) from exc
@@ -158,7 +158,7 @@ class Rollout(Closed):
     rules: RolloutRules
     window: MaintenanceWindow | None
     on_stop: OnStop
-    reason: Reason | None = Field(description="reason for which it stopped itself")
+    reason: Reason | None = Field(description="reason for which the rollout halted itself")
     numbers: dict[str, Finite] | None = Field(description="figures behind the reason")
     opened_at: Timestamp | None
     created_at: Timestamp
@@ -171,13 +171,13 @@ class RolloutReport(Closed):
 
     # The first report says that a device begins, so every field has a default.
     installed: bool = False
-    code: ReportCode | None = Field(default=None, description="result, or null while it has only begun")
+    code: ReportCode | None = Field(default=None, description="result, or null if the device has only begun")
     damage: (
         Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,39}$"), Field(examples=["blob-digest"])]
         | None
     ) = Field(default=None, description="error code of a refused package")
     worse: bool | None = Field(default=None, description="whether the retrained model is worse than before")
-    # Clipped on the device: a report never tells how far a loss is off.
+    # The device clips this value, so a report never tells how large an unusual change was.
     difference: (
         Annotated[float, Field(strict=True, ge=-MAX_DIFFERENCE, le=MAX_DIFFERENCE, allow_inf_nan=False)]
         | None

@@ -135,7 +135,7 @@ def test_a_name_that_was_taken_meanwhile_registers_nothing(bench: Bench) -> None
 def test_a_sparse_model_can_be_removed_and_its_source_cannot(bench: Bench) -> None:
     row, model = sparsified(bench)
     with bench.db.write() as session:
-        with pytest.raises(ConflictError, match=f"is made of {bench.model.id}"):
+        with pytest.raises(ConflictError, match=f"was made from {bench.model.id}"):
             inputs.remove(session, Model, tenant_id=bench.tenant_id, row_id=bench.model.id)
         made: dict[str, Any] = {"tenant_id": bench.tenant_id, "kind": JobKind.SPARSIFICATION, "key": row.id}
         with pytest.raises(ConflictError, match=f"{row.id} is needed by {model.id}"):
