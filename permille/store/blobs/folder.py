@@ -239,7 +239,7 @@ class BucketFolder(BlobFolder):
         """Delete this store with everything in it. Idempotent."""
         # The store at the top holds the blobs of all tenants.
         if not self._names:
-            raise ValueError("This is the store of all tenants' blobs. Erase a store below it instead.")
+            raise ValueError("This is the store of all blobs. Erase a store below it instead.")
         self._bucket.erase(self._prefix)
 
     def check_writable(self, size_bytes: int) -> None:

@@ -140,7 +140,7 @@ def test_whoever_names_what_was_collected_is_told_to_store_it_again(
 ) -> None:
     digest = put(blobs, b"old", clock)
     collection.collect(db, blobs, settings)
-    with pytest.raises(RetryableError, match="was collected"), db.write() as session:
+    with pytest.raises(RetryableError, match="was deleted before"), db.write() as session:
         collection.hold(session, blobs, [digest])
     with pytest.raises(RetryableError, match="folder"), db.write() as session:
         collection.hold(session, blobs, [blobs.put_bytes(b"old")], tmp_path / "folder")
@@ -319,7 +319,7 @@ def test_a_bucket_is_collected_as_a_folder_is(
         site.faults = []
         assert collection.collect(db, blobs, settings).removed == {old: 3}
         assert [[blob.digest for blob in store.entries()] for store in (blobs, below)] == [[named], [upload]]
-        with pytest.raises(RetryableError, match="was collected"), db.write() as session:
+        with pytest.raises(RetryableError, match="was deleted before"), db.write() as session:
             collection.hold(session, blobs, [named, old])
         blobs.put_bytes(b"young")
         clock.at = datetime.now(UTC)

@@ -299,7 +299,7 @@ def test_a_version_that_is_listed_never_becomes_another_package(repository: Repo
     changed.signed.version += 1
     changed.signed.targets[ONE].hashes = {"sha256": "0" * 64}
     changed.sign(repository.signers[key_id])
-    with pytest.raises(InputError, match="stay what it was"):
+    with pytest.raises(InputError, match="signed before with other content"):
         repository.accept("releases", changed.to_bytes())
 
 
