@@ -313,7 +313,7 @@ class RoundInvitation(Closed):
 
     round: Count
     seconds_left: Annotated[float, Field(ge=0)] = Field(
-        description="seconds until the deadline. There is no time here, since a device's clock may be wrong"
+        description="seconds until the deadline (not a time, since a device's clock may be wrong)"
     )
     start_digest: Digest = Field(description="digest of the state to begin from")
 

@@ -108,7 +108,7 @@ class Figure(Closed):
 
     name: str = Field(examples=["memory"])
     unit: str = Field(examples=["bytes"])
-    needed: Count | Finite | None = Field(description="null: unknown", examples=[5_200_000_000])
+    needed: Count | Finite | None = Field(description="null if unknown", examples=[5_200_000_000])
     available: Count | Finite | None = Field(examples=[4_000_000_000])
     enough: bool
     explanation: str = Field(examples=["weights in float32 and scores of the scope"])

@@ -10,7 +10,7 @@ from permille.schemas.jobs import Made
 
 _HALF = 0.5
 _LEARNING_RATE = 0.003
-# Longer recoveries repeat sequences instead of reading more of the corpus.
+# The most sequences of a recovery. A longer recovery repeats them instead of reading more of the corpus.
 _MOST_SEQUENCES = 4096
 Rate = Annotated[
     float,
@@ -63,7 +63,7 @@ class Recovery(Closed):
             ge=1,
             le=100_000,
             examples=[200],
-            description="steps of fine-tuning; a recovery needs them",
+            description="steps of fine-tuning; required for a recovery",
         ),
         WholeNumber,
     ]
@@ -104,10 +104,11 @@ class SparsificationCreate(Closed):
     )
     rate: Rate | None = Field(
         default=None,
-        description="share of zeros in each linear (default: one half, or the rate of the pattern)",
+        description="share of zeros in each linear layer (default: one half, or the rate of the pattern)",
     )
     pattern: Literal["2:4", "4:8"] | None = Field(
-        default=None, description="keep 2 of 4, or 4 of 8, neighbours (default: zeros may be anywhere)"
+        default=None,
+        description="keep 2 of 4, or 4 of 8, neighbouring weights (default: zeros may be anywhere)",
     )
     sequences: Rows = 128
     length: RowLength = 512

@@ -21,7 +21,8 @@ from permille.store.ids import (
 from permille.store.rows import FIRST, Page, Window, fetch_page
 from permille.store.tables import EndedSession, OperatorToken, Tenant
 
-# The valid token with this hash. Built once, since building a statement costs more than running it.
+# Query of the valid token with the hash `token_hash`. It is built once, since building a statement costs more
+# than running it.
 _OPERATOR = select(
     OperatorToken.id.label("caller_id"),
     OperatorToken.tenant_id.label("caller_tenant_id"),

@@ -90,9 +90,9 @@ class Quota:
 class SettingsGroup(BaseSettings):
     """A group of settings that belong together.
 
-    `make settings` writes the operator's reference from these classes. A group's docstring is its
-    heading there, and the description of a field is its meaning. The settings of a program inherit
-    all groups that it reads, so that variables keep short names. For example,
+    `make settings` writes the operator's reference from these classes. There, the docstring of a group is
+    a heading, and the description of a field explains its variable. The settings of a program inherit all
+    groups that the program reads, so that variables keep short names. For example,
     `Settings(data_dir=path).port` is PERMILLE_PORT.
     """
 

@@ -231,7 +231,7 @@ class Job(Named):
     request_digest: Mapped[str]  # of version, kind and payload; see `transitions.request_digest`
     idempotency_key: Mapped[str | None]
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
-    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))  # whose upload it checks
+    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))  # whose upload the job checks
     progress: Mapped[float] = mapped_column(default=0.0)  # 0..1
     message: Mapped[str | None] = mapped_column(Text)
     eta_at: Mapped[datetime | None]  # the worker's estimate of the end
@@ -296,7 +296,7 @@ class Artifact(Named):
     digest: Mapped[str]
     k: Mapped[int | None] = mapped_column(BigInteger)
     made_model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id"))  # made by a sparsification
-    size_bytes: Mapped[int] = mapped_column(BigInteger)  # without the report
+    size_bytes: Mapped[int] = mapped_column(BigInteger)  # of its distinct blobs, without the report
     provenance: Mapped[dict[str, object]]
     blobs: Mapped[list["ArtifactBlob"]] = relationship(lazy="selectin", order_by="ArtifactBlob.position")
     __table_args__ = (
@@ -640,11 +640,11 @@ class Rollout(Named):
     release: Mapped[str]
     alias: Mapped[str]
     version: Mapped[int] = mapped_column(BigInteger)
-    before: Mapped[int] = mapped_column(BigInteger)  # the alias's version before it
+    before: Mapped[int] = mapped_column(BigInteger)  # the alias's version before the rollout
     group_id: Mapped[str | None] = mapped_column(ForeignKey("device_groups.id"))  # None: all devices
     choice: Mapped[dict[str, object]]  # the choice of devices, in the form that is signed
-    # Each wave has a bound: it consists of the devices whose place (`permille.fleet.offer.place_of`) is below
-    # it. The list is empty before the rollout starts.
+    # The bound of each wave. A wave consists of the devices whose place (`permille.fleet.offer.place_of`) is
+    # below its bound. The list is empty before the rollout starts.
     bounds: Mapped[list[int]] = mapped_column(JSON, default=list)
     rules: Mapped[dict[str, object]]
     window: Mapped[dict[str, object] | None]  # when devices may begin to install; None: at any time

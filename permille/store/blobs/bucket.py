@@ -65,7 +65,7 @@ class StoredObject:
 
 
 class Bucket:
-    """The objects of one bucket. It is safe for threads.
+    """The objects of one bucket. Several threads may use it at the same time.
 
     Args:
         attempts: the number of attempts for each request. The pause between them grows to some seconds.
@@ -219,7 +219,7 @@ class Bucket:
             BlobStoreError: the bucket did not answer.
             OperatorError: the bucket does not exist, or refuses us.
         """
-        # One attempt: whoever asks wants to know now, and may ask again.
+        # Only one attempt: the caller wants a quick answer, and may ask again.
         client = self._connected(1, timeout_s=self._reach_s)
         try:
             with self._errors("the first request"):
@@ -316,7 +316,9 @@ class Bucket:
         # A server may ignore the range and send the whole object, which would corrupt the blob.
         if asked and not begins.startswith(f"bytes {at}-"):
             part["Body"].close()
-            raise BlobStoreError(f"The bucket sent {begins or 'all'} of {key}, not byte {at} on.")
+            raise BlobStoreError(
+                f"The bucket was asked for {key} from byte {at} on, but it sent {begins or 'all of it'}."
+            )
         return part["Body"], size_bytes
 
     def _put_parts(self, key: str, path: Path, digest: str) -> None:

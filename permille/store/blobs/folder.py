@@ -89,8 +89,8 @@ class BlobCache(BlobFolder):
         return file
 
     def hold(self, digest: str, file: BinaryIO) -> Path:
-        """Return the path of an open copy. The copy stays until this process ends, or until it has held
-        `_MOST_HELD` others since.
+        """Return the path of an open copy. The copy stays until this process ends, or until the process has
+        used the paths of `_MOST_HELD` other copies.
         """
         with self._lock:
             before = self._held.pop(digest, None)
@@ -136,7 +136,7 @@ class BlobCache(BlobFolder):
 
 
 class BucketFolder(BlobFolder):
-    """Blobs in a bucket. It is safe for processes and threads.
+    """Blobs in a bucket. Several processes and threads may use it at the same time.
 
     Args:
         names: the path of this store within the bucket (see `below`); empty for the shared blobs.

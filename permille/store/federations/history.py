@@ -14,8 +14,8 @@ from permille.store.tables import Federation, FederationCheckpoint, Round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to compute a state: start from a checkpoint, or from a known state if it is None, and apply
-    the records of the rounds after it. `head` belongs to the resulting state.
+    """A way to compute a state: start from `checkpoint`, or from a known state if `checkpoint` is None, and
+    apply the records of the rounds after it. `head` belongs to the resulting state.
     """
 
     checkpoint: tuple[bytes, Head] | None
@@ -24,7 +24,7 @@ class Way:
 
 
 def way_to(session: Session, federation: Federation, *, after: int, until: int) -> Way:
-    """Return the shorter way from the state after `after` rounds to the state after `until` rounds.
+    """Return the way with the fewest bytes from the state after `after` rounds to that after `until` rounds.
 
     It is either the records of all rounds between them, or a checkpoint and the records after it.
 
@@ -32,7 +32,7 @@ def way_to(session: Session, federation: Federation, *, after: int, until: int) 
         NotFoundError: fewer than `until` rounds are done.
     """
     if not after <= until <= federation.number:
-        raise NotFoundError(f"There are no rounds from {after} to {until}: {federation.number} are done.")
+        raise NotFoundError(f"There are no rounds {after} to {until}. Only {federation.number} are done.")
     query = select(FederationCheckpoint.number, func.length(FederationCheckpoint.state)).where(
         FederationCheckpoint.federation_id == federation.id,
         FederationCheckpoint.number > after,

@@ -43,7 +43,7 @@ def offers(
 ) -> list[tuple[Federation, bool]]:
     """Return the federations that a device may join or is a member of, oldest first.
 
-    Return for each federation the columns of its row, and whether the device is a member.
+    Each item has the columns of a federation's row, and whether the device is a member.
     """
     values = {"tenant_id": tenant_id, "release": release, "device_id": device_id}
     found = session.execute(_OFFERS, values)

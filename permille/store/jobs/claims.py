@@ -6,8 +6,8 @@
 
 A claim locks the queued job, and increments its attempt and its *fence*, a number that only grows. Every
 later call compares the fence of the claim with that of the job, so a worker that lost its lease cannot
-publish. All times come from the database's clock. The
-blobs of a result must be stored before the transaction that calls `complete`.
+publish. All times come from the database's clock. The blobs of a result must be stored before the
+transaction that calls `complete`.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """Jobs that consist of other jobs: builds, and jobs that a worker has split into parts.
 
 A job that waits for its parts is `running`, but no worker holds it. The transaction that ends a part
-also advances the waiting job. Every sweep advances it again, in case something was missed.
+also advances the waiting job. Every sweep advances all waiting jobs again.
 
 A build waits from the start. Its mask job and its quantization job run side by side, unless earlier
 results are reused. A build with an adapter has no mask job. The package job runs last. Any other waiting

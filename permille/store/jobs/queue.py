@@ -224,7 +224,7 @@ def retry(session: Session, *, tenant_id: str, job_id: str) -> Job:
     if not transitions.has_failed(job):
         raise ConflictError(f"Only a failed, dead or cancelled job can be retried; this one is {job.state}.")
     if job.parent_id is not None:
-        raise ConflictError(f"This job is a part of {job.parent_id}. Retry that one.")
+        raise ConflictError(f"This job is a part of {job.parent_id}. Retry that job instead.")
     _requeue(session, job)
     return job
 
@@ -240,7 +240,7 @@ def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> N
     job = lock(session, tenant_id=tenant_id, job_id=job_id)
     if job.kind != kind:
         raise NotFoundError(f"There is no {kind} {job_id!r}.")
-    # A part must stay while its parent does, since the parent reads its result.
+    # A part must stay while its parent does, since the parent reads the part's result.
     if not transitions.has_ended(job) or job.parent_id is not None:
         raise ConflictError(
             f"{job_id} is a part of {job.parent_id}. Remove that job instead."

@@ -77,8 +77,8 @@ class Found:
 
 
 def hold(session: Session, blobs: BlobFolder, digests: Sequence[str], *folders: Path) -> None:
-    """Keep collections from deleting blobs until the end of this transaction, and check that the blobs
-    and folders that it will name still exist.
+    """Keep collections from deleting anything until the end of this transaction, and check that the blobs
+    and folders that the transaction is about to name still exist.
 
     Raises:
         RetryableError: a blob or folder does not exist any more. The next attempt of the job stores it

@@ -144,8 +144,8 @@ def _remove_results(session: Session, tenant_id: str, kind: JobKind, kept: tuple
             Artifact.tenant_id == tenant_id,
             Artifact.kind == kind.value,
             Artifact.created_at < _before(session, days),
-            # `artifacts.remove` checks these two conditions, too, and more. They are here because many
-            # results are released or used. Otherwise the same ones could fill the limit at every call.
+            # `artifacts.remove` checks these two conditions, too, and more. They are also here because many
+            # results are released or used. These cannot be removed, and would fill the limit at every call.
             ~select(Release.id).where(Release.package_id == Artifact.id).exists(),
             ~select(ArtifactSource.source_id).where(ArtifactSource.source_id == Artifact.id).exists(),
         )
