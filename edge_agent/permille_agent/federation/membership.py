@@ -108,7 +108,9 @@ class Membership:
         """
         found = read_record(self.path / "joined.json", Joined)
         if found is None:
-            raise OperatorError(f"{self.path} has no joined.json. Run `permille-agent federations join` again.")
+            raise OperatorError(
+                f"{self.path} has no joined.json. Run `permille-agent federations join` again."
+            )
         return found
 
     def definition(self) -> Definition:
