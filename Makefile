@@ -1,12 +1,12 @@
-# `make demo` and `make test` do all the set-up themselves. Everything runs in .venv; nothing is written outside it,
-# the tool caches and the folders named in .gitignore.
+# `make demo` and `make test` do all the set-up. Everything runs in .venv. Files are written only there, in the tool
+# caches, and in the folders that .gitignore names.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 KERNELS := permille/native/_kernels.so
-# PyTorch's default wheels for Linux carry CUDA (several GB). Set this to the address of PyTorch's CPU wheels (its
-# installation page names it) for a small install; where pip already finds a CPU wheel nothing is needed.
+# PyTorch's default wheels for Linux contain CUDA (several GB). For a small installation, set this to the address of
+# PyTorch's CPU wheels, which its installation page names. It is not needed if pip finds a CPU wheel anyway.
 PERMILLE_TORCH_INDEX ?=
 TORCH_INDEX := $(if $(PERMILLE_TORCH_INDEX),--index-url $(PERMILLE_TORCH_INDEX))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -18,7 +18,7 @@ export TOKENIZERS_PARALLELISM = false
 .PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
 
 help:  ## List the commands
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 venv: $(VENV)/.installed  ## Make the virtual environment (CPU torch, all extras)
 
@@ -31,20 +31,20 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-# The kernels are compiled at installation too; here again when a C source has changed or the library is gone.
+# The installation compiles the kernels, too. Compile again if a C source has changed or the library is missing.
 $(VENV)/.native: $(VENV)/.installed permille/native/build.py $(wildcard permille/native/src/*) $(if $(wildcard $(KERNELS)),,FORCE)
 	@$(BIN)/python -m permille.native.build
 	@touch $@
 
-# The chat model that the demo and one test use; neither fails where it cannot be fetched.
-smollm2: $(VENV)/.installed  ## Fetch SmolLM2-135M-Instruct (93 MB, hash-checked) into build/smollm2
+# The chat model of the demo and of one test. Both also run if it cannot be downloaded.
+smollm2: $(VENV)/.installed  ## Download SmolLM2-135M-Instruct (93 MB) to build/smollm2 and check its hash
 	@bash scripts/smollm2.sh $(BIN)/python
 
 MODEL ?= smollm2
-demo: $(VENV)/.native $(if $(filter smollm2,$(MODEL)),smollm2)  ## The whole product once, on a real chat model (minutes; MODEL=example: a tiny one)
+demo: $(VENV)/.native $(if $(filter smollm2,$(MODEL)),smollm2)  ## Run the whole product once on a real chat model (minutes; MODEL=example: a tiny model)
 	@$(BIN)/python -m examples.demo $(MODEL)
 
-test: $(VENV)/.native system-packages smollm2 lint types check-imports pytest  ## Lint, types, import contracts and all tests
+test: $(VENV)/.native system-packages smollm2 lint types check-imports pytest  ## Run linters, type checks, import contracts and all tests
 
 system-packages:
 	@bash scripts/system-packages.sh
@@ -59,70 +59,71 @@ types: $(VENV)/.installed
 check-imports: $(VENV)/.installed
 	$(BIN)/lint-imports
 
-# In memory, where there are 4 GB of it: tests flush thousands of files. Three processes on two cores, as tests wait.
+# Tests flush thousands of files, so use a folder in memory if it has 4 GB. Tests also wait, so use one process more
+# than there are cores.
 TEST_FILES := $(shell [ -w /dev/shm ] && [ "$$(df --output=avail -k /dev/shm | tail -n 1)" -gt 4000000 ] && echo TMPDIR=/dev/shm)
 
 pytest: $(VENV)/.native
 	$(TEST_FILES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
-lock: $(VENV)/.installed  ## Write requirements/ again: what API, worker and agent install, with hashes
+lock: $(VENV)/.installed  ## Write requirements/: locked dependencies of API, worker and agent, with hashes
 	$(BIN)/python -m scripts.lock
 
-# From the locks, so that it lists what is installed from them, and of this environment, with its licences.
-sbom: $(VENV)/.installed  ## Write lists of components (CycloneDX) to build/sbom
+# From the locks, so that the lists have the locked versions; and from this environment, with licences.
+sbom: $(VENV)/.installed  ## Write lists of all components (CycloneDX) to build/sbom
 	@mkdir -p build/sbom
 	@for name in agent api worker cuda; do $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --output-file build/sbom/$$name.cdx.json requirements/$$name.txt || exit 1; done
 	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom/environment.cdx.json $(BIN)/python
 	@ls build/sbom
 
-test-slow: $(VENV)/.native system-packages  ## Long kills, chaos and fuzz: what `make test` does in short
+test-slow: $(VENV)/.native system-packages  ## Run the long versions of the kill, chaos and fuzz tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
-# Its exporter's dependencies stay out of the environment: what we use of it needs these alone.
+# Without the exporter's other dependencies, because the part that we use needs only these.
 EXECUTORCH := build/executorch
 $(EXECUTORCH)/.installed: $(VENV)/.installed
 	@rm -rf $(EXECUTORCH)
 	@$(PIP) install --no-deps --target $(EXECUTORCH) executorch==1.5.1 torchao==0.18.0 flatbuffers==25.12.19 ruamel.yaml==0.19.1 parameterized==0.9.0
 	@touch $@
 
-test-executorch: $(VENV)/.native $(EXECUTORCH)/.installed  ## Export programs and run them by ExecuTorch's runtime (minutes; a C++ compiler)
+test-executorch: $(VENV)/.native $(EXECUTORCH)/.installed  ## Export programs and run them in ExecuTorch's runtime (minutes; needs a C++ compiler)
 	PYTHONPATH=$(EXECUTORCH) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m executorch tests/unit/engines
 
 JOBS ?= 1000
-chaos: $(VENV)/.native $(EXECUTORCH)/.installed system-packages  ## JOBS jobs while processes, broker, database and store fail; then count what is lost (a quarter of an hour where nothing else runs)
+chaos: $(VENV)/.native $(EXECUTORCH)/.installed system-packages  ## Run JOBS jobs while processes, broker, database and store fail, and count losses (15 minutes)
 	@PYTHONPATH=$(EXECUTORCH) OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --jobs $(JOBS)
 
-attack: $(VENV)/.native system-packages  ## Every attack of docs/explanation/security.md, on real processes (ten minutes)
+attack: $(VENV)/.native system-packages  ## Run every attack of docs/explanation/security.md on real processes (ten minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.attacks.run
 
-test-neon: $(VENV)/.native  ## The kernels' tests on Arm: cross-compiled, run by an emulator (Debian: see the script)
+test-neon: $(VENV)/.native  ## Run the kernels' tests for Arm in an emulator (needs Debian; see the script)
 	@bash scripts/neon-packages.sh
 	PERMILLE_TEST_NEON=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/native -k neon
 
-test-llama-cpp: $(VENV)/.native  ## Exported GGUF files in llama.cpp itself (builds it: 15 minutes, cmake and a C++ compiler)
+test-llama-cpp: $(VENV)/.native  ## Run exported GGUF files in llama.cpp (builds it in 15 minutes; needs cmake and a C++ compiler)
 	@$(BIN)/python -c 'import llama_cpp' 2>/dev/null || CMAKE_ARGS=-DLLAVA_BUILD=OFF $(PIP) install --constraint constraints.txt llama-cpp-python
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m llama_cpp
 
-test-sanitized: $(VENV)/.native  ## The kernels' tests under AddressSanitizer and UBSan (gcc)
+test-sanitized: $(VENV)/.native  ## Run the kernels' tests with AddressSanitizer and UBSan (needs gcc)
 	bash scripts/test-sanitized.sh
 
 fuzz: $(VENV)/.native  ## Fuzz the readers of packages and of GGUF files for ten minutes each
 	$(BIN)/python -m tests.attacks.fuzz_reader --minutes 10
 	$(BIN)/python -m tests.attacks.fuzz_gguf --minutes 10
 
-tuf-conformance: $(VENV)/.installed  ## TUF's own tests of the agent's client (4 minutes; takes the suite from GitHub)
+tuf-conformance: $(VENV)/.installed  ## Run TUF's own tests on the agent's client (4 minutes; downloads the suite from GitHub)
 	@bash scripts/tuf-conformance.sh
 
 KILLS ?= 50
-kill-agent: $(VENV)/.native  ## Kill training agents at KILLS random moments, cut their journals as often, compare the bits
+kill-agent: $(VENV)/.native  ## Kill training agents at KILLS random moments, cut their journals, and compare the results
 	$(BIN)/python -m tests.acceptance.kill_agent --run shared --kills $(KILLS) --cuts $(KILLS)
 	$(BIN)/python -m tests.acceptance.kill_agent --run private --kills $(KILLS)
 
 DATABASE ?= sqlite
-schemathesis: $(VENV)/.installed  ## Call every operation of a stocked service with made-up requests, all checks (DATABASE=postgresql)
+schemathesis: $(VENV)/.installed  ## Call every API operation with generated requests (DATABASE=postgresql for PostgreSQL)
 	$(BIN)/python -m tests.api_fuzz --examples 200 --database $(DATABASE)
 
-hooks:  ## Check the subjects of your commits (a commit-msg hook of this repository)
+hooks:  ## Install a hook that checks the subjects of your commits
 	git config core.hooksPath scripts/hooks
 
 settings: $(VENV)/.installed  ## Write docs/reference/settings.md from the settings classes
@@ -134,111 +135,111 @@ catalogue: $(VENV)/.installed  ## Write docs/reference/models.md from the catalo
 commands: $(VENV)/.installed  ## Write docs/reference/permille.md and permille-agent.md from the command lines
 	$(BIN)/python -m scripts.commands
 
-# In an environment of its own: MkDocs and its theme are no dependencies of the product or its tests.
+# MkDocs has its own environment, because neither the product nor its tests depend on it.
 SITE := build/site-venv
 $(SITE)/.installed:
 	@$(PYTHON) -m venv $(SITE)
 	@$(SITE)/bin/pip --disable-pip-version-check --quiet install mkdocs==1.6.1 mkdocs-material==9.8.2 pymdown-extensions==13.1.2
 	@touch $@
 
-docs: $(SITE)/.installed  ## Build the documentation as a site in build/site; a broken link fails
+docs: $(SITE)/.installed  ## Build the documentation site in build/site (fails on broken links)
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 
-house: $(VENV)/.installed  ## Count statements, comments, docs and commits (BEFORE=revision: beside that revision)
+house: $(VENV)/.installed  ## Count statements, comments, docs and commits (BEFORE=REVISION adds a column)
 	@$(BIN)/python -m permille_lab.house $(BEFORE)
 
 results: $(VENV)/.installed  ## Write docs/results from lab/results
 	$(BIN)/python -m permille_lab.pages
 
-bench-replay: $(VENV)/.native  ## How long is the replay of 20,000 steps of 1.1M values?
+bench-replay: $(VENV)/.native  ## Measure the replay of 20,000 steps of 1.1 million values
 	$(BIN)/python -m permille_lab.engine.replay
 
-bench-engine: $(VENV)/.native  ## How fast and large is a step, beside dense passes, bitsandbytes and MeZO? (20 minutes)
+bench-engine: $(VENV)/.native  ## Measure time and memory of a step, beside dense passes, bitsandbytes and MeZO (20 minutes)
 	$(BIN)/python -m permille_lab.engine
 
-bench-inference-engine: $(VENV)/.native $(EXECUTORCH)/.installed smollm2  ## How fast and large is a step by ExecuTorch, beside light, torch and plain passes? (an hour, resumable; needs PERMILLE_DATA)
+bench-inference-engine: $(VENV)/.native $(EXECUTORCH)/.installed smollm2  ## Measure a step in ExecuTorch, beside light, torch and plain passes (an hour, resumable; needs PERMILLE_DATA)
 	PYTHONPATH=$(EXECUTORCH) $(BIN)/python -m permille_lab.engine.inference
 
 DEVICE ?= cuda
-gpu: $(VENV)/.native  ## Test and measure the torch engine on a GPU (DEVICE=cpu: small, without one, 10 minutes)
+gpu: $(VENV)/.native  ## Test and measure the torch engine on a GPU (DEVICE=cpu: a small run without GPU, 10 minutes)
 	@$(BIN)/python -m permille_lab.engine.device --device $(DEVICE); status=$$?; $(BIN)/python -m permille_lab.pages && exit $$status
 
-bench-learning: $(VENV)/.native  ## How fast does a model learn, beside first order and MeZO? (needs PERMILLE_DATA, PERMILLE_MODELS)
+bench-learning: $(VENV)/.native  ## Measure how fast a model learns, beside first order and MeZO (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.learning.compare
 
-bench-large: $(VENV)/.native  ## Are mask and package of a 7B model made in 12 GiB? (44 GB of disk; `python -m permille_lab.large --layers 4`: 7)
+bench-large: $(VENV)/.native  ## Build the mask and package of a 7B model in 12 GiB (44 GB of disk; 7 GB with `python -m permille_lab.large --layers 4`)
 	$(BIN)/python -m permille_lab.large
 
-bench-shards: $(VENV)/.native  ## How much sooner is a mask made by four workers than by one? (minutes)
+bench-shards: $(VENV)/.native  ## Compare the time of a mask from four workers and from one (minutes)
 	$(BIN)/python -m permille_lab.service.shard_workers
 
-bench-decision: $(VENV)/.installed  ## How often is a useless model adopted? (a simulation, two minutes)
+bench-decision: $(VENV)/.installed  ## Simulate how often a useless model is adopted (two minutes)
 	$(BIN)/python -m permille_lab.decision
 
-bench-page: $(VENV)/.native  ## How long do the page's views take at 10,000 devices and 100,000 runs? (DATABASE=postgresql)
+bench-page: $(VENV)/.native  ## Measure the pages with 10,000 devices and 100,000 runs (DATABASE=postgresql for PostgreSQL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.page_times --database $(DATABASE)
 
-bench-queue: $(VENV)/.installed  ## How fast is a claim at 10,000 queued and 1,000,000 ended jobs, on both databases? (minutes)
+bench-queue: $(VENV)/.installed  ## Measure a claim among 10,000 queued and 1,000,000 ended jobs, in both databases (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.queue_times
 
-bench-service: $(VENV)/.native  ## Measure downloads beside nginx, and polls of 10,000 devices (minutes)
+bench-service: $(VENV)/.native  ## Measure downloads, beside nginx, and polls of 10,000 devices (minutes)
 	@bash scripts/system-packages.sh wrk
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.service_times
 
-bench-estimators: $(VENV)/.native  ## Which estimator learns most for its cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
+bench-estimators: $(VENV)/.native  ## Compare estimators at equal cost (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.learning.estimators
 
-bench-people: $(VENV)/.native  ## What does the agent make of twenty people's text? (needs PERMILLE_DATA, PERMILLE_MODELS)
+bench-people: $(VENV)/.native  ## Run the agent on the text of twenty people (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.people.users
 
-bench-real: $(VENV)/.native smollm2  ## What does a personal SmolLM2 gain, and what does it cost? (hours, resumable; needs PERMILLE_DATA)
+bench-real: $(VENV)/.native smollm2  ## Measure gains and costs of a personal SmolLM2 (hours, resumable; needs PERMILLE_DATA)
 	$(BIN)/python -m permille_lab.real --threads 1
 
-bench-zeroth-order: $(VENV)/.native smollm2  ## Which zeroth order learns most at equal layer passes? (hours, resumable; needs PERMILLE_DATA)
+bench-zeroth-order: $(VENV)/.native smollm2  ## Compare zeroth-order methods at equal layer passes (hours, resumable; needs PERMILLE_DATA)
 	$(BIN)/python -m permille_lab.real.zeroth_order --plain
 
-bench-privacy: $(VENV)/.installed  ## What does an attacker learn of one device from the rounds? (five minutes)
+bench-privacy: $(VENV)/.installed  ## Measure what an attacker learns of a device from rounds (five minutes)
 	$(BIN)/python -m permille_lab.privacy
 
-bench-quantizers: $(VENV)/.native  ## What does each form of the weights cost? (needs PERMILLE_DATA, PERMILLE_MODELS)
+bench-quantizers: $(VENV)/.native  ## Measure the loss and size of each storage of weights (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.quantization
 
-bench-sparse: $(VENV)/.native  ## What does a sparse model lose, by the way it became sparse? (needs PERMILLE_DATA, PERMILLE_MODELS)
+bench-sparse: $(VENV)/.native  ## Compare ways to make a model sparse (needs PERMILLE_DATA, PERMILLE_MODELS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.sparse
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.sparse.device
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.sparse.tasks
 
-bench-federation: $(VENV)/.native  ## What do rounds gain, by method, text, attack, noise? (needs PERMILLE_DATA, PERMILLE_MODELS)
+bench-federation: $(VENV)/.native  ## Compare rounds by method, text, attack and noise (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.federation
 
-bench-paper: $(VENV)/.native smollm2  ## The sensitive-sparse paper's table of accuracies on SmolLM2 (days, resumable; needs PERMILLE_DATA)
+bench-paper: $(VENV)/.native smollm2  ## Repeat the sensitive-sparse paper's accuracies on SmolLM2 (days, resumable; needs PERMILLE_DATA)
 	$(BIN)/python -m permille_lab.evidence.paper
 
-oracle-pruning: $(VENV)/.native  ## Our pruning against llm-compressor's, installed in .oracle (needs PERMILLE_MODELS)
+oracle-pruning: $(VENV)/.native  ## Compare our pruning with llm-compressor's, installed in .oracle (needs PERMILLE_MODELS)
 	@test -x .oracle/bin/python || $(PYTHON) -m venv .oracle
 	@.oracle/bin/python -c 'import llmcompressor' 2>/dev/null || .oracle/bin/pip install llmcompressor==0.14.0.1
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.oracles.pruning .oracle/bin/python $(wildcard $(PERMILLE_MODELS)/*M-hf $(PERMILLE_MODELS)/*K-hf $(PERMILLE_MODELS)/*M)
 
-federation: $(VENV)/.native  ## 20 devices, 5 rounds, on the real service, with all that goes wrong (minutes)
+federation: $(VENV)/.native  ## Run 5 rounds of 20 devices on the real service, with faults (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --devices 20 --rounds 5 --deadline-s 30 --kills 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.secure_sums --rounds 20
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.crashes --trials 500
 
-federation-long: $(VENV)/.native  ## 1,000 devices, 20 rounds (an hour or more)
+federation-long: $(VENV)/.native  ## Run 20 rounds of 1,000 devices (an hour or more)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --devices 1000 --rounds 20 --kills 6 --deadline-s 120
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.secure_sums --rounds 1000
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.crashes --trials 10000
 
-rollout: $(VENV)/.native  ## A good version reaches 1,000 devices, four bad ones stop in the first wave (minutes; the service's processes are killed)
+rollout: $(VENV)/.native  ## Roll out one good and four bad versions to 1,000 devices, killing the service's processes (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rollouts.run --devices 1000 --kills 4
 
-bench-exports: $(VENV)/.native  ## What is left of a person's gain in llama.cpp? (needs PERMILLE_DATA, PERMILLE_MODELS, `make test-llama-cpp` before)
+bench-exports: $(VENV)/.native  ## Measure what llama.cpp keeps of a person's gain (needs PERMILLE_DATA, PERMILLE_MODELS; first `make test-llama-cpp`)
 	$(BIN)/python -m permille_lab.exports
 
-evidence: $(VENV)/.native  ## The papers' comparisons: hours, resumable (needs PERMILLE_DATA, PERMILLE_MODELS)
+evidence: $(VENV)/.native  ## Repeat the papers' comparisons (hours, resumable; needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.evidence
 
-example-model: $(VENV)/.installed  ## Train the example model again from its sources (Debian with apt-get)
+example-model: $(VENV)/.installed  ## Train the example model again from its sources (needs Debian with apt-get)
 	$(BIN)/python -m examples.make_example_model --out examples/model --work build/example-model
 
 clean:  ## Remove the environment and all caches
