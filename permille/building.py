@@ -42,7 +42,7 @@ class Model:
     """
 
     folder: Path
-    _kept: Any = field(default=None, repr=False)  # keeps a temporary folder until the model is deleted
+    _kept: Any = field(default=None, repr=False)  # keeps a temporary folder as long as this object exists
 
     def to_transformers(self) -> "PreTrainedModel":
         """Open the model in transformers, in float32 and eval mode.

@@ -29,7 +29,7 @@ class AdapterKind(StrEnum):
 class Embeddings(StrEnum):
     """Storage of embedding and head in a package."""
 
-    # 8 bits in GGUF's blocks of 32. A matrix whose rows are not a multiple of 32 keeps the source's dtype.
+    # 8 bits in GGUF's blocks of 32. A matrix whose row length is not a multiple of 32 keeps its dtype.
     Q8_0 = "q8_0"
     SOURCE = "source"  # the source's dtype
 

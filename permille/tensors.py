@@ -56,7 +56,10 @@ class RawTensor:
         raise InputError(f"expected a tensor of BF16, F16, F32 or Q8_0, got {self.dtype}")
 
     def all_finite(self) -> bool:
-        """Return whether all numbers are finite. Only exponents are compared, and nothing large is copied."""
+        """Return whether all numbers are finite.
+
+        Only exponents are compared, or for Q8_0 the scales, and nothing large is copied.
+        """
         if self.dtype == Q8_0:
             scale_B = np.ascontiguousarray(self.data.reshape(-1, Q8_0_BYTES)[:, :2]).view("<f2")
             return bool(np.isfinite(scale_B).all())
@@ -105,7 +108,8 @@ def write_float32(
 ) -> None:
     """Write a safetensors file in float32, one tensor after the other. The file is durable on return.
 
-    Only one tensor is in memory at a time. The safetensors library would need all of them.
+    If `arrays` is a generator, only one tensor is in memory at a time. The safetensors library would need all
+    of them.
 
     Args:
         path: the file.

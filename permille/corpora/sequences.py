@@ -10,8 +10,9 @@ The rule, so that anyone can repeat it:
    chosen. Of equal keys, that of the earlier window is chosen.
 4. The chosen windows are returned in the order of the stream.
 
-So at most `POOL * n` windows of a corpus are read, and only n windows are held in memory. `skip` passes over
-windows at the start, to get sequences that share no token with those of another call.
+So at most `skip + POOL * n` windows of a corpus are read, and only n windows are held in memory. The first
+`skip` windows are passed over before the rule counts windows. So a call can get sequences that share no token
+with those of another call.
 """
 
 import heapq

@@ -65,7 +65,8 @@ class ReadReport:
         """Refuse a corpus with more than a tenth of broken rows. Empty rows do not count as broken.
 
         Raises:
-            InputError: too many rows are broken. The message has their number by reason, and the first ones.
+            InputError: too many rows are broken. The message has the number of bad rows by reason, and the
+                numbers of the first ones.
         """
         filled = self.rows - self.bad[BadRow.EMPTY]
         broken = self.bad.total() - self.bad[BadRow.EMPTY]
@@ -116,7 +117,7 @@ def check_head(path: Path) -> None:
     with _opened(path) as file:
         head = file.read(HEAD_BYTES)
     lines = head.splitlines(keepends=True)
-    # If the file is longer than this, the last line may be cut off, so it is not checked.
+    # If the file is longer than `HEAD_BYTES`, the last line may be cut off, so it is not checked.
     whole = len(head) < HEAD_BYTES
     report = ReadReport()
     for line in lines if whole else lines[:-1]:
@@ -185,6 +186,7 @@ def checked_text(text: object) -> str | BadRow:
 def _plain_texts(path: Path, report: ReadReport) -> Iterator[str]:
     """Yield texts of whole paragraphs. Each has at least `TEXT_CHARACTERS`, except for the last.
 
+    A text of `LARGEST_ROW` characters or more ends after a line, even if that is inside a paragraph.
     In the report, a text counts as a row, and so does a bad line.
     """
     paragraphs = ""

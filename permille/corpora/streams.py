@@ -19,7 +19,7 @@ def streamed_texts(dataset: StreamedDataset, split: str, report: ReadReport) -> 
     """Yield the usable texts of an allowed dataset, in the order in which its host sends them.
 
     Raises:
-        InputError: the dataset is not on the list, the split is not train or validation, or too many rows are
+        InputError: the dataset is not allowed, the split is not train or validation, or too many rows are
             broken.
         RetryableError: the host cannot be reached.
     """

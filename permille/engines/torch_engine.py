@@ -154,7 +154,7 @@ class TorchEngine:
         return losses_L
 
     def gradient(self, values_K: NDArray[np.float32], batch: Batch) -> tuple[float, NDArray[np.float32]]:
-        """Return the mean loss and its gradient with respect to the sparse values, by reverse mode."""
+        """Return the mean loss and its gradient with respect to the trained values, by reverse mode."""
         check_values(values_K[None], self._limits)
         batch = check_batch(batch, self._limits, soft=True)
         # Add up the parts in float64, so that the division into parts hardly changes the result.

@@ -67,8 +67,8 @@ def caught_up(held: History, data: bytes, *, max_bytes: int) -> History:
     if history.number < held.number or (history.number == held.number and history.chain != held.chain):
         raise PackageError(
             "round-chain",
-            f"The service sent the history up to round {history.number} with chain {history.chain}, but this "
-            f"device has round {held.number} with chain {held.chain}. A device never goes back.",
+            f"The service sent a history of {history.number} rounds with chain {history.chain}, but this "
+            f"device has one of {held.number} rounds with chain {held.chain}. A device never goes back.",
         )
     return history
 

@@ -125,7 +125,8 @@ def decode_contribution(data: bytes, definition: Definition, key: Ed25519PublicK
     if magic != MAGIC or size != len(data) - _HEAD.size - SIGNATURE_BYTES:
         raise PackageError(
             "round-content",
-            f"expected {MAGIC!r} and a payload of {size} bytes, got {magic!r} and {len(data)} bytes in all",
+            f"expected {MAGIC!r} and a payload of {size} bytes, got {magic!r} and a payload of "
+            f"{len(data) - _HEAD.size - SIGNATURE_BYTES} bytes",
         )
     if digest != digest_bytes(definition.digest):
         raise PackageError(

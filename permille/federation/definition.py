@@ -41,7 +41,7 @@ _LIMITS = {
 }
 # The largest gain that a device reports (`Contribution.gain`), in nats per token. Larger gains are clipped.
 GAIN_NATS = 0.25
-# The largest gain, in integer units, is the clip divided by this.
+# With a clip, the largest gain in integer units is the clip divided by this.
 GAIN_SHARE = 10
 _GAIN_UNITS = 1024
 MAX_LOCAL_STEPS = 1024
@@ -139,7 +139,7 @@ class Definition:
 
     @property
     def rounds(self) -> int:
-        """The largest number of rounds."""
+        """The largest number of rounds that the federation can have."""
         return self.log.total_steps // self.steps
 
     @property

@@ -110,7 +110,7 @@ class _GradientSteps:
 
     The projection loses what groups cannot express, and Adam begins anew in each round. Carrying over
     the lost part, or Adam's moments, to the next round made the pooled loss higher. Only with 256 groups
-    and 8 steps, the moments made it lower (ADR 14).
+    and 8 steps did the moments make it lower (ADR 14).
     """
 
     def __init__(self, part: LocalRound, descent: Descent, path: Path) -> None:

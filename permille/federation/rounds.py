@@ -1,9 +1,9 @@
 """Rounds: the rule that combines the integers of many devices, and the history (FORMAT 13.3, 13.4).
 
 A round adds up the integers of its devices, so order, machine and threads do not matter. The sum is
-divided by the number (or weight) of the devices, and rounded half to even. If there is a clip, the
-integers of a device are shortened toward zero before the sum. The rounded numbers are published, so
-anyone can replay the history like a log.
+divided by the number (or weight) of the devices, and rounded half to even. If there is a clip, a
+longer vector of a device is scaled down to it before the sum, and rounded toward zero. The rounded
+quotients are published, so anyone can replay the history like a log.
 
 Shapes: M = devices, K = steps of a round, J = directions of a step of the history, W = masked
 weights.
@@ -268,7 +268,8 @@ class History:
         if Head.read(data, self.definition) != self.head:
             raise PackageError(
                 "round-chain",
-                f"The head is that of another history, not of round {self.number} with chain {self.chain}.",
+                f"The head is that of another history, not of this one: {self.number} rounds with chain "
+                f"{self.chain}.",
             )
 
     @classmethod

@@ -47,7 +47,7 @@ def prune_mask(
     Args:
         score_NK: the scores.
         zero_NK: the existing zeros.
-        count: the number of zeros in each row, or in all rows together. Existing zeros count.
+        count: the number of zeros in each row, or in all rows together. This number includes existing zeros.
         pattern: the pattern, or None.
         per_row: choose the same number in each row (Wanda), or compare all weights (magnitude, SparseGPT).
     """

@@ -4,8 +4,8 @@
 
 Wanda and SparseGPT need the inputs of a linear layer. To get these, calibration text goes through the pruned
 versions of all earlier decoder layers, and through the unpruned version of the linear's own decoder layer, as
-in the papers (`PruningMethod`). Everything else in the target has the bits of the source: the same files with
-the same headers.
+in the papers (`PruningMethod`). Everything in the target except the pruned weights has the bits of the
+source: the same files with the same headers.
 
 The folder `resume` keeps the output of the last finished decoder layer, and the results in JSON. After a
 kill, a call with the same arguments repeats the unfinished layer from the source, and ends with the same
@@ -104,7 +104,8 @@ def prune_model(
 
     Args:
         source: the model.
-        target: the new folder. An existing one is replaced, unless `resume` has finished layers of this call.
+        target: the new folder. An existing one is replaced, unless `resume` has finished layers of an earlier
+            call with the same arguments.
         text: token ids.
         plan: the options.
         resume: a folder for continuing after a kill. None keeps nothing.
@@ -286,7 +287,10 @@ class _Walk:
 
 
 class _Grams:
-    """Gram matrices `X X^T` of the inputs of a layer's linears. Linears with one input share a matrix."""
+    """Gram matrices `X X^T` of the inputs of a layer's linears.
+
+    Linears that get the same input tensor share a matrix.
+    """
 
     def __init__(self, layer: DecoderLayer, names: list[str]) -> None:
         self._modules = {name: layer.module.get_submodule(name.removesuffix(".weight")) for name in names}

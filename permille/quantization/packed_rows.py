@@ -40,8 +40,8 @@ class PackedRows:
         scales: float32, one for each group.
         codes: the table, float32 [16]. Empty for BYTES.
         minima: float32, one for each group of SHIFTED, else empty.
-        line: the number of weights after which a new group must begin: those of a row, or for nf4, of the
-            whole matrix.
+        line: the number of weights in a line. A new group begins with each line. A line is a row, or for nf4,
+            the whole matrix.
     """
 
     packed: NDArray[np.uint8]

@@ -151,7 +151,7 @@ def _mean(total: float, sequences_NT: NDArray[np.int64]) -> Perplexity:
 
 
 def _exponential(loss: float) -> float:
-    # The exponential of a larger loss overflows. No useful model has a loss of that size.
+    # The exponential of a loss above 709 overflows. No useful model has a loss of that size.
     return math.exp(min(loss, 700.0))
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 GROUP_SIZE = 128
 ITERATIONS = 200
-"""Number of steps for each block, as auto-round does by default."""
+"""Number of steps for each block. It is the default of auto-round."""
 
 BATCH_SIZE = 8
 

@@ -18,7 +18,7 @@ def code_table(table: RawTensor) -> RawTensor:
         code = round(w / scale)     # halves away from zero
 
     As in llama.cpp, codes are computed with the float32 scale, and the scale is stored as float16.
-    A matrix is returned unchanged if it is already Q8_0, or if its rows are not a multiple of 32 weights.
+    A matrix is returned unchanged if it is already Q8_0, or if its row length is not a multiple of 32.
 
     Raises:
         InputError: a scale is beyond the range of float16, or a number is not finite.

@@ -35,8 +35,7 @@ class QuantizedTensor:
             the first in the high nibble. If N*K is odd, the last low nibble is 0. Codes of eight bits (INT8,
             and some of SOURCE): [N*K], the bytes of int8.
         scales: float32, all finite. NF4 has the largest absolute value of each block, [B]. INT4, INT8 and
-            SOURCE have scales [N, G]. Only the scales of SOURCE may be negative, and each is exact in
-            float16.
+            SOURCE have scales [N, G]. Only SOURCE may have negative scales. Its scales are exact in float16.
         minima: numbers that are added to code times scale, [N, G]. Only some four-bit weights of SOURCE have
             them.
     """

@@ -131,7 +131,14 @@ class TrainingCreate(Closed):
         int, Field(strict=True, ge=1, le=1024, description="texts in a device's batch"), WholeNumber
     ] = 4
     row_tokens: Annotated[
-        int, Field(strict=True, ge=8, le=8192, description="most tokens of a text"), WholeNumber
+        int,
+        Field(
+            strict=True,
+            ge=8,
+            le=8192,
+            description="largest number of tokens of a text that a device trains on",
+        ),
+        WholeNumber,
     ] = 128
 
 

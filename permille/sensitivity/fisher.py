@@ -12,8 +12,8 @@ of them), the gradient of one tensor, and the activations of one decoder layer. 
 and freed as soon as autograd has made it. Activations of other layers are recomputed.
 
 Squared gradients are summed in shards of sequences (`shard_ranges`), and the sums of the shards are added in
-their order. So one process and sixteen workers get the same bits from the same gradients (`join_shards` has
-an exception), and a stopped job continues after its last shard.
+their order. So one process and sixteen workers get the same bits from the same gradients (`join_shards`
+names the one case in which they do not), and a stopped job continues after its last shard.
 """
 
 import contextlib
@@ -114,8 +114,8 @@ def shard_sums(
 ) -> Scores:
     """Sum the squared gradients of one shard, for `join_shards`.
 
-    Arguments and errors are those of `fisher_scores`. If `resume` is given, the sum so far is stored there
-    after every 16 sequences.
+    Arguments and errors are those of `fisher_scores`. If `resume` is given and the shard has more than 16
+    sequences, the sum so far is stored there after every 16 sequences.
     """
     shapes = scope_shapes(model, scope)
     check_model(model)

@@ -246,9 +246,9 @@ def shard_ranges(sequences: int) -> list[range]:
 def join_shards(paths: Sequence[Path], sequences: int, *, spill_dir: Path | None = None) -> Scores:
     """Add up the sums of all shards, and return the scores.
 
-    The scores have the same bits as in `fisher_scores`. There is one exception: on a GPU, a model in memory
-    with more than 1,024 sequences. `shard_sums` then starts a new sum after every 16 sequences, and
-    `fisher_scores` after every shard.
+    The scores have the same bits as in `fisher_scores`. There is one exception: a model in memory on a
+    GPU, scores of at most 4 GiB, and more than 1,024 sequences. Then `shard_sums` starts a new sum after
+    every 16 sequences, but `fisher_scores` only after every shard.
 
     Args:
         paths: the files with the sums, in the order of the shards.

@@ -6,7 +6,8 @@ Checkpointing in a whole model (`permille.sensitivity.backward`) does the same o
 numbers, so the gradients have the same bits.
 
 A pass reads the model twice, so it takes as many sequences as fit into `hidden_bytes` of hidden states. The
-number of sequences changes no gradient, because the layers compute one sequence at a time, in their order.
+number of sequences in a pass changes neither gradients nor sums, because each layer handles the sequences one
+at a time, in their order.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,8 +54,8 @@ def backward_by_layer(
     """Differentiate the loss of each sequence with respect to the named weights.
 
     Args:
-        watched: returns a context around the reverse pass of each layer and sequence. The layers come from
-            the last one down, and for each layer the sequences in order.
+        watched: returns a context around the reverse pass of each layer and sequence. Within a pass,
+            the layers come from the last one down, and for each layer the sequences of the pass in order.
         progress: called with the number of sequences done. Within a pass, the number grows with the layers.
 
     Raises:

@@ -27,8 +27,8 @@ from permille.package.reader import Package
 from permille.zo.lattice import STATE_LIMIT
 from permille.zo.records import StepFlag, StepRecord
 
-# The constants of `learning_rate`. On a model of 135 million weights, training with 15 times the rate
-# diverges, and its loss never gets as low before it does.
+# The constants of `learning_rate`. On a model of 135 million weights, training at 15 times that rate
+# diverges, and even its lowest loss is higher.
 RATE = 0.3
 FULL_RATE_WEIGHTS = 6000
 ADAPTER_RATE = 0.12

@@ -65,7 +65,7 @@ class Pooled:
     """A trained state and its losses on the held-out rows, in nats per token.
 
     Attributes:
-        gain: the decrease of the loss by the state, as the mean over the rows.
+        gain: how much the state lowers the loss, as the mean over the rows.
         error: the standard error of the gain.
     """
 

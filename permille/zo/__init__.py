@@ -1,1 +1,1 @@
-"""Directions, estimators, lattice state, step log and replay, all in numpy."""
+"""Directions, estimators, lattice state, step log and replay. They need no library but numpy."""

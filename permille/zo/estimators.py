@@ -19,7 +19,7 @@ The cost of a step, in forward passes of the batch, with q directions:
 A variant is one set of values whose loss a step needs. Variants that agree in the lower layers can share the
 passes through these layers. The light and the torch engine do so (`permille.engines.variants`). An exported
 program does not, so it makes 2 P_2 whole passes for a split step. The property `layer_passes` of an engine
-counts its passes.
+counts passes of one sequence through one decoder layer.
 
 An estimator does not know the model, and an engine does not know the optimizer. `LossEngine` is the interface
 between them.

@@ -166,7 +166,7 @@ class LogHeader:
                 raise InputError(f"{name} must be positive and finite, not {number}.")
         if (self.split is not None) != (self.estimator is EstimatorKind.SPLIT):
             raise InputError(
-                "The estimator split needs the field split, and all others must leave it out. "
+                "The estimator split needs the field split. For all other estimators, it must be null. "
                 f"The estimator is {self.estimator.value}."
             )
         if self.split is not None:

@@ -198,11 +198,11 @@ def decode_state(data: bytes, *, max_bytes: int, max_k: int) -> PackedState:
             "state-corrupt", f"The state is damaged: its {len(data)} bytes have another digest."
         )
     magic, header_size = _HEAD.unpack_from(data)
-    if magic != MAGIC or header_size > min(MAX_HEADER_BYTES, end - _HEAD.size):
+    most = min(MAX_HEADER_BYTES, end - _HEAD.size)
+    if magic != MAGIC or header_size > most:
         raise PackageError(
             "state-header",
-            f"expected {MAGIC!r} and a header of at most {MAX_HEADER_BYTES} bytes, got {magic!r} and "
-            f"{header_size} bytes",
+            f"expected {MAGIC!r} and a header of at most {most} bytes, got {magic!r} and {header_size} bytes",
         )
     position = _HEAD.size + header_size
     header = StateHeader.from_bytes(data[_HEAD.size : position])

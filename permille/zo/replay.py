@@ -40,7 +40,7 @@ def replay(
         header: the header of the log.
         coefficients_TQ: int64.
         start: the number of the first step.
-        threads: the number of threads. Each of them sums other weights.
+        threads: the number of threads. Each of them sums a different part of the weights.
 
     Raises:
         InputError: the coefficients are not [T, queries], or could leave the exact range (FORMAT 7.3).
@@ -53,7 +53,7 @@ def replay(
     check_weight(weight_of_rows(coefficients_TQ))
     if header.directions is DirectionKind.GROUPS:
         s_K = group_sums(header, coefficients_TQ, start=start, threads=threads)
-        # Groups cover all weights, but the weights before `first_tensor` do not move (FORMAT 6.6).
+        # Groups cover all weights, but the weights before `first_tensor` do not move (FORMAT 8.1).
         s_K[: header.moving.start] = 0
         return s_K
     return _sums_of_signs(header, coefficients_TQ, start, threads)

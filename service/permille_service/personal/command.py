@@ -326,7 +326,8 @@ def _scheme(model: Path, asked: BaseScheme | None) -> BaseScheme:
     if not model.is_file():
         if asked is BaseScheme.SOURCE:
             raise CommandError(
-                "--scheme source keeps the codes of a GGUF file. Name one, or leave it out.", Exit.USAGE
+                "--scheme source keeps the codes of a GGUF file. Name a GGUF file, or leave --scheme out.",
+                Exit.USAGE,
             )
         return BaseScheme.NF4
     found = read_model(GgufFile(model))
