@@ -82,12 +82,12 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Return a folder. If it does not exist, fill a temporary folder and rename it.
+    """Return a folder. If it does not exist, make it.
+
+    A temporary folder is filled and renamed, so that the folder never exists without its whole content. Its
+    name must determine its content, for example by a digest:
 
         made_once(root / "gguf" / digest, lambda temporary: convert(path, temporary))
-
-    So the folder never exists without its whole content. The name of the folder must determine its content,
-    for example by a digest.
 
     Args:
         folder: the folder.
@@ -106,7 +106,7 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         try:
             temporary.rename(folder)
         except OSError:
-            if not folder.exists():  # else another process made the same folder meanwhile
+            if not folder.exists():  # else another process or thread made the same folder meanwhile
                 raise
         fsync_folder(folder.parent)
     finally:
@@ -141,7 +141,8 @@ def follow_inside(root: Path, relative: str) -> Path | None:
         links += 1
         if links > _MOST_LINKS:
             return None
-        # An absolute link may contain the root's real path, or the path by which the caller named the root.
+        # An absolute link may begin with the root's real path, or with the path by which the caller named the
+        # root.
         if target.is_absolute():
             base = next((base for base in (real_root, root.absolute()) if target.is_relative_to(base)), None)
             if base is None:

@@ -18,7 +18,7 @@ _KEPT: Final = frozenset("\n\t\u200c\u200d")
 
 
 def printable(text: str) -> str:
-    r"""Replace each character that a terminal would obey by U+FFFD.
+    r"""Return `text` with U+FFFD in place of each character that a terminal would obey.
 
     These are control characters other than newline and tab, format characters other than joiners, line and
     paragraph separators, and lone surrogates.

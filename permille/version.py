@@ -1,3 +1,7 @@
-"""The version of the distribution. Modules import it from here, because `permille` refers to the agent."""
+"""The version of the distribution.
+
+It has a module of its own, because the library may not import `permille`, whose `__init__` refers to the
+agent.
+"""
 
 __version__ = "0.1.0"

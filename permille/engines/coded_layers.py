@@ -34,7 +34,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Tiled(Protocol):
-    """A matrix [N, K] of which a few rows are decoded at a time."""
+    """A matrix [N, K] that is decoded one range of rows at a time."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,7 +70,7 @@ class CodedWeight(nn.Module):
         return found
 
     def at(self, indices_C: NDArray[np.integer]) -> Tensor:
-        """Decode the weights at flat, increasing indices to float32, with the bits that products use."""
+        """Return the weights at flat, increasing indices as float32, with the same bits that products use."""
         # Use the decoder of products, tile by tile, so that `value - decoded` adds no error of its own.
         columns, found = self.shape[1], []
         for rows in tiles(self):
@@ -220,7 +220,8 @@ class CodedLinear(nn.Module):
         self.register_buffer("bias", bias_N)
         self.bias: Tensor | None
         self.values_VC = torch.empty(1, 0)
-        """This layer's values. The engine sets them before a call and clears them afterwards."""
+        """This layer's values. The engine sets them before each call. It clears them after losses and
+        gradients, but not after text generation."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [V * B, T, K], or [V * B * T, K] for OPT, to N columns."""
@@ -310,7 +311,10 @@ def tiles(weight: Tiled) -> list[slice]:
 
 
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to the device, even to a CPU: a package's arrays are read-only maps of a file."""
+    """Copy an array to the device.
+
+    It is also copied for a CPU, because a package's arrays are read-only maps of a file.
+    """
     return torch.tensor(array, device=device)
 
 

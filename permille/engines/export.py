@@ -4,7 +4,8 @@
 `export_peft` writes an adapter alone. Load the adapter onto the package's own model (exported without values)
 or onto the source model. The source model is not quantized, so the results differ a little.
 
-Tensors are written one by one, so memory never holds more than one. A folder appears when it is complete.
+Tensors are written one by one, so memory depends on the size of the largest tensor, not on that of the model.
+A folder appears only when it is complete. If the export fails, there is none.
 """
 
 import json

@@ -46,8 +46,8 @@ class Engine(LossEngine, Protocol):
     def layer_passes(self) -> int:
         """Count how often a sequence has passed through a decoder layer so far, forward or backward.
 
-        The passes of all variants add up. Work that variants share counts once. The results pages divide
-        this number by the number of layers, and call the quotient forward passes of one row.
+        The passes of all variants add up. Work that variants share counts once. Some results pages divide
+        this number by the number of layers, and call the quotient row passes.
         """
 
     def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:

@@ -92,7 +92,7 @@ def run_variants(
                 for begin in range(0, len(parts), room):
                     yield from above(number, *forked(parts[begin : begin + room], kept))
                 return
-            # Groups are only ever split. An equal number means that no group was.
+            # Groups are only ever split, so an equal number means that no group was split.
             if len(parts) != len(groups):
                 groups, state = forked(parts, state)
             state = decoder.run_layer(number, state)

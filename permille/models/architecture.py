@@ -2,8 +2,8 @@
 
     architecture = architecture_of({"model_type": "llama", ...})
 
-The light engine uses this record, because it runs without transformers. `families` reads the shapes of the
-tensors. A config that needs unknown mathematics is refused, and the error names the key.
+The light engine uses the `Architecture`, because it runs without transformers. `families` reads the shapes of
+the tensors. A config that needs unknown mathematics is refused, and the error names the key.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ class Architecture:
         positions: the length of the longest sequence.
         stacked: whether one matrix holds the layers query, key and value in this order, and another one gate
             and up.
-        residual_scale: factor of the outputs of attention and feed-forward part.
+        residual_scale: factor of the outputs of attention and of the feed-forward part.
         logits_scale: factor of the logits.
         learned_positions: rows before position 0 in the table of learned positions, or None without a table.
     """

@@ -51,7 +51,7 @@ _IF_MISSING = {
     CONFIG_FILE: "Name a folder that transformers saved, or a GGUF file.",
     "tokenizer.json": "Save the model's tokenizer there (`tokenizer.save_pretrained`).",
 }
-# A clone without git-lfs has text files in place of the weights. They begin with this line.
+# A clone without git-lfs has text files in place of the weights. They begin with these bytes.
 _LFS_POINTER = b"version https://git-lfs"
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _LARGEST_HEADER = 64 << 20

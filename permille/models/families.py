@@ -303,7 +303,7 @@ def scoped_tensors(config: Config, scope: str = "all") -> tuple[tuple[str, tuple
     Args:
         config: the config.
         scope: "all", "attention", "mlp", or a range of layers such as "layers:11-", "layers:4-7" or
-            "layers:3". Layers count from 0, and a range includes both ends.
+            "layers:3". Layers are counted from 0, and a range includes both ends.
 
     Raises:
         InputError: as for `shape_of`, or the scope is malformed or is outside of the model's layers.

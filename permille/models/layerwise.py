@@ -14,7 +14,8 @@ model, recorders replace the decoder layers. A recorder stores the arguments of 
 They depend only on the shape of the input. So this module needs no code for single families.
 
 If gradients are enabled, `layer` and `logits` are differentiable with respect to the hidden states, and to
-parameters on which the caller sets `requires_grad_()`. This module keeps no autograd graph.
+parameters on which the caller sets `requires_grad_()`. This module holds the hidden states of the last run,
+so their autograd graph lives until the next run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -152,7 +153,7 @@ class Ends:
 
 
 class _Recorder(nn.Module):
-    """A stand-in for a decoder layer. It records its inputs, and returns them or `replaced`."""
+    """A stand-in for a decoder layer. It records its inputs, and returns the hidden states or `replaced`."""
 
     def __init__(self) -> None:
         super().__init__()

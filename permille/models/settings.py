@@ -44,7 +44,8 @@ _HARMLESS = frozenset(
 HINT = 'the torch engine may support this model: pip install "permille[torch]", then use --engine torch'
 
 
-# The largest size in a config. It is far above any published model. Products of such sizes do not overflow.
+# The default limit of `Settings.size`. It is far above any published model, and a product of two such sizes
+# fits into 64 bits.
 _LARGEST_SIZE = 1 << 24
 
 

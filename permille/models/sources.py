@@ -3,7 +3,8 @@
 This module does not need torch.
 
 Only files of an allow-list are downloaded from the hub, and only of a commit that is given in full. So no
-code is downloaded, and a branch that moves has no effect.
+Python files are downloaded, and a branch that moves has no effect. Pickles are opened only in a confined
+child (`permille.models.conversion`).
 """
 
 import re

@@ -19,7 +19,7 @@ def check_array(
     fits = array.ndim == len(shape) and all(
         want in (None, got) for want, got in zip(shape, array.shape, strict=True)
     )
-    # With another array, a kernel would read or write memory outside of it.
+    # With an array that does not fit, a kernel would read or write memory outside of it.
     if array.dtype != dtype or not fits or not array.flags.c_contiguous:
         sizes = ["any" if size is None else size for size in shape]
         order = "" if array.flags.c_contiguous else ", not contiguous"

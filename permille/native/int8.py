@@ -1,4 +1,6 @@
-"""Products of 8-bit inputs and 4-bit codes. An instruction does several times as many products as in float32.
+"""Products of 8-bit inputs and 4-bit codes.
+
+An instruction computes several times as many products as one for float32.
 
 The features of a token are rounded to 8 bits with one scale for the token, `max|x| / 127`. The codes of
 an int4 weight are used as integers. Sums within a run of 32 features are exact. The sum of a run is
@@ -20,7 +22,8 @@ from permille.quantization.packed_rows import PackedRows
 from permille.quantization.types import Scheme
 
 RUN = 32
-# The number of rows that are stored side by side. Four features of each take 32 bytes (`src/int8.inc`).
+# The number of rows that are stored side by side. Four features of all these rows take 32 bytes together
+# (`src/int8.inc`).
 _PANEL = 8
 # A token with a smaller max|x| becomes zero. Below 4e-37, 127 / max|x| would overflow.
 _SMALLEST = np.float32(1e-30)

@@ -142,7 +142,8 @@ class TokenProduct:
         if library is None or library.path == "scalar" or self._arguments is None:
             self._run_numpy(x_1K, out_1N, first, last)
             return
-        # In this memory, the kernel stores the token in an order of its own, and sums of the token's runs.
+        # In this memory, the kernel stores the token in an order of its own. For codes with minima (Q4_1), it
+        # also stores the sum of the token's features in each group.
         scratch = np.empty(-(-columns // _WIDE) * _WIDE + columns // _RUN, np.float32)
         library.call("token_product", *self._arguments, first, last, x_1K, out_1N, scratch)
 

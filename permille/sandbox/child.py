@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # A vocabulary of 256,000 tokens takes 240 MB.
 MEMORY_BYTES = 1 << 30
 MAX_STREAMS = 64
-# The limit of processor time for one request. It ends this process if the parent has died.
+# The limit of processor time for one request. It ends this process even if the parent has died.
 ORPHAN_CPU_S = 600
 
 Answer = Mapping[str, object]
@@ -143,9 +143,9 @@ class _Child:
 
         Args:
             prompt: add the start of an answer.
-            prefixes: pairs of a number of messages and a value of `prompt`. For each pair, these first
-                messages are rendered alone. The answer has the length of that text, or None if the whole text
-                does not begin with it.
+            prefixes: pairs of a number of messages and a value of `prompt`. For each pair, this number of
+                messages, from the first on, is rendered alone. The answer has the length of that text, or
+                None if the whole text does not begin with it.
             limit: the largest number of characters of a text.
             today: an ISO date, which templates may print.
         """

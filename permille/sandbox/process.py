@@ -20,7 +20,7 @@ from typing import Any
 
 from permille.errors import PermilleError
 
-START_S = 60.0  # a busy machine needs long to load Python and a vocabulary
+START_S = 60.0  # a busy machine takes long to load Python and a vocabulary
 CALL_S = 5.0
 BUDGET_S = 60.0
 EARNED_A_CALL_S = 0.01

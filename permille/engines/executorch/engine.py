@@ -41,8 +41,8 @@ class ExecutorchEngine:
             threads: the threads of the runtime in the whole process. None takes all processors.
 
         Raises:
-            InputError: the package has no program, the runtime is missing or not built, or the runtime
-                refuses the program.
+            InputError: the package has no program, the runtime is not installed, the library that connects to
+                it is not built, or the runtime refuses the program.
             PackageError: `program-binding`: the program belongs to another package. `blob-missing`: it was
                 not fetched.
         """
@@ -163,7 +163,8 @@ class ExecutorchEngine:
         """Yield ranges of pairs, ordered by variant, that fit one pass each."""
         first = 0
         while first < variants * sequences:
-            # A pass has at most `variants` variants. It may start in the middle of a variant's sequences.
+            # A pass has at most `self._shape.variants` variants. It may start in the middle of a variant's
+            # sequences.
             most = (first // sequences + self._shape.variants) * sequences
             last = min(first + self._shape.rows, most, variants * sequences)
             yield first, last

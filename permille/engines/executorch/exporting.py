@@ -50,7 +50,8 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 
 
 MAX_TOKENS = 512
-"""The longest text that a merged model takes. The program reserves memory for this length."""
+"""The largest number of tokens that `model.pte` takes, if the model's positions set no lower limit. The
+program reserves memory for them."""
 BITS = {ProgramWeights.FLOAT32: 32, ProgramWeights.INT4: 8}
 """Bits of the inputs of linear layers, by the weights of the program."""
 

@@ -40,14 +40,15 @@ from permille.quantization.types import QuantizedTensor, Scheme
 
 BLOCK = 32
 WEIGHT = np.float32(300)
-"""How much more the squared error of a masked weight counts than that of another weight. The mask has some
-30 % of the Fisher information in 0.1 % of the weights."""
+"""The squared error of a masked weight counts this many times as much as that of another weight. The mask has
+some 30 % of the Fisher information in 0.1 % of the weights."""
 # The number of blocks whose candidates are in memory at once. A block may have over a hundred candidates.
 _CHUNK_BLOCKS = 1 << 13
 # The largest finite float16.
 _LARGEST_HALF = 65504.0
 _MASKED = 4
-"""Candidates are made for this many of a block's largest masked values. All of them count in the error."""
+"""Candidates are made for this many of a block's largest masked values. The error counts all masked
+values."""
 
 
 class BlockType(StrEnum):
@@ -222,7 +223,7 @@ def _aim_at_masked(
     touched = np.unique(mask_k // BLOCK)
     for first in range(0, len(touched), _CHUNK_BLOCKS):
         block = touched[first : first + _CHUNK_BLOCKS]
-        # Mask indices increase, so the indices within a range of blocks are contiguous.
+        # Mask indices increase, so those within a range of blocks are a slice of the array.
         low, high = np.searchsorted(mask_k, [block[0] * BLOCK, block[-1] * BLOCK + BLOCK])
         masked_BS = np.zeros((len(block), BLOCK), bool)
         own_k = mask_k[low:high]
@@ -264,8 +265,8 @@ def _candidates(
     """Return candidate scales in float16, [B, C].
 
     The candidates are the block's own scale, the scale for its largest weight, and `v / n` for the masked
-    values v. For Q4_0, n takes every code except 0. For Q8_0, n takes the largest value that keeps all
-    weights in range, and the three values below it.
+    values v. For Q4_0, n takes every value of `q - 8` except 0. For Q8_0, n takes the largest value that
+    keeps all weights in range, and the three values below it.
     """
     largest_B = np.abs(weight_BS).max(axis=1) / np.float32(_limits(kind)[1])
     found = [scale_B, largest_B]
@@ -287,8 +288,8 @@ def _grids_with_minimum(
     """Return candidates for scale and minimum of Q4_1 in float16, [B, C, 2].
 
     The candidates are the block's own pair, the pair for the range of its weights, and some pairs for each
-    masked value v. The scales of these are the two above, or divide the distance from v to an end of the
-    range into whole steps. The minimum is v less a whole number of steps.
+    masked value v. Their scales are those of the first two pairs, and an nth of the distance from v to an end
+    of the range, with n from 1 to 15. The minimum is v minus a whole number of steps of the scale.
     """
     low_B, high_B = weight_BS.min(axis=1), weight_BS.max(axis=1)
     range_B = _half((high_B - low_B) / np.float32(15))

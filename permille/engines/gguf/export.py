@@ -3,7 +3,8 @@
     exported = export_gguf(package, personal_K, Path("mine"))
     exported.kept     # the share of the personal change that the file keeps
 
-Tensors are written one by one, so memory never holds more than one. The folder appears when it is complete.
+Tensors are written one by one, so memory depends on the size of the largest tensor, not on that of the model.
+The folder appears only when it is complete. If the export fails, there is none.
 """
 
 from collections.abc import Iterator
@@ -58,8 +59,9 @@ class GgufExport:
     Attributes:
         kind: the type of the linear layers.
         size_bytes: the size of the file.
-        kept: the share of the personal change that the file keeps. This is 1 minus the squared error of the
-            stored values divided by the squared change. It is 1 if the values are those of the package.
+        kept: the share of the personal change that the file keeps. With `e` the squared error of the stored
+            values and `c` the squared change, this is `1 - e / c`. It is 1 if the values are those of the
+            package.
         as_float16: the number of linear layers stored in float16, because blocks of 32 do not fill their
             rows.
     """
@@ -104,7 +106,8 @@ def export_gguf(
     if adapter is not None:
         raise InputError(
             f"GGUF needs a package with a mask, and this one has an adapter ({adapter.kind}). Export it for "
-            "peft, and convert it with llama.cpp's convert_lora_to_gguf.py. Or export it for transformers."
+            "peft, and make a GGUF adapter of that export with llama.cpp's convert_lora_to_gguf.py. Or "
+            "export it for transformers."
         )
     values_K = checked_values(package, values_K)
     if kind is BlockType.SOURCE and scheme is not Scheme.SOURCE:

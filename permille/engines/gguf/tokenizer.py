@@ -98,7 +98,7 @@ def _read(package: Package, rows: int) -> Vocabulary:
     if model.get("type", "BPE") != "BPE" or model.get("dropout") or model.get("end_of_word_suffix"):
         raise InputError(
             f"GGUF needs a tokenizer of byte pair encoding, and this one is {model.get('type')!r:.60}. "
-            "Export it for transformers."
+            "Export the package for transformers."
         )
     ids: dict[str, int] = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
     if not ids or max(ids.values()) >= rows:
@@ -160,7 +160,7 @@ def _space_first(document: Mapping[str, Any]) -> bool:
         ):
             raise InputError(
                 f"llama.cpp lacks the tokenizer's step {kind!r:.60}. With bytes for unknown characters, it "
-                f"has {', '.join(kinds)}. Export it for transformers."
+                f"has {', '.join(kinds)}. Export the package for transformers."
             )
     return first
 
@@ -190,7 +190,7 @@ def _cut(document: Mapping[str, Any]) -> str:
                 return name
     raise InputError(
         f"llama.cpp cannot cut a text as this tokenizer does ({found!r:.200}), only as {', '.join(SPLITS)} "
-        "do. Export it for transformers."
+        "do. Export the package for transformers."
     )
 
 
@@ -214,11 +214,11 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
         if len(token) > _LONGEST:
             raise InputError(
                 f"The tokenizer has a token of {len(token)} letters. A GGUF export takes at most {_LONGEST}. "
-                "Export it for transformers."
+                "Export the package for transformers."
             )
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]
-            # A single character is always a piece, even if it is no token: it is then stored as bytes.
+            # A single character is always a piece, even if it is no token: it then becomes bytes.
             both = (left in ids or place == 1) and (right in ids or len(right) == 1)
             if both and (left, right) not in known:
                 raise _not_by_scores(token)
@@ -231,7 +231,7 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
 def _not_by_scores(token: str) -> InputError:
     return InputError(
         f"llama.cpp would cut a text into other tokens: it merges by sentencepiece's scores, and the list of "
-        f"merges differs from them at {token!r:.60}. Export it for transformers."
+        f"merges differs from them at {token!r:.60}. Export the package for transformers."
     )
 
 

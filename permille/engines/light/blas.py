@@ -1,8 +1,9 @@
 """Matrix products with numpy's BLAS library. A product can be written to a column range of a wider matrix.
 
 numpy itself writes a product only to a contiguous array. Its BLAS library accepts any distance between rows.
-scipy's wrappers would copy such arrays, and a device needs scipy for nothing else. If the library is not
-found, products go through a temporary array. This happens if numpy uses another BLAS.
+scipy's wrappers would copy such arrays, and a device needs scipy for nothing else. The library is looked for
+where numpy's wheels put it. If it is not there (another BLAS, or a distribution's numpy), products go through
+a temporary array.
 
 The library is set to one thread, because the engine has threads of its own. This affects the whole process.
 """

@@ -42,7 +42,7 @@ class TextPass(LossPass):
     def begin(self, count: int) -> NDArray[np.int64]:
         """Start a pass of `count` tokens, and return their positions."""
         self._joined = _tokens(self.length, count)
-        # Drop the cosines and sines of earlier positions.
+        # Drop the cosines and sines of earlier positions, which do not fit the new tokens.
         self._tables = {}
         return self._joined.position_M
 

@@ -129,8 +129,9 @@ class LightHead:
     ) -> tuple[Array, Array]:
         """Return the losses [R] and `d loss / d hidden` [R, H].
 
-        For a target token, the gradient is `softmax(logits) W - W[target]`, multiplied by the derivative of
-        the soft cap if there is one. For soft targets, see `_pulls`.
+        For a target token, the gradient is `softmax(logits) W - W[target]`. With a soft cap, the coefficient
+        of each row of W is also multiplied by the derivative of the cap at its logit. For soft targets, see
+        `_pulls`.
         """
         parts = self._run(hidden_RH, target_R, soft, gradients=True)
         gradient_RH = np.empty_like(hidden_RH)

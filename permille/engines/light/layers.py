@@ -2,7 +2,7 @@
 
 numpy computes the cases that the kernels of `permille.native.layers` do not accept. The results are the same
 up to rounding. Each function works on some rows and writes to an array of the caller, so threads can divide
-the rows among them.
+the rows among themselves.
 
 # Legend: M tokens, H width, T tokens of one sequence, S tokens that it attends to (its own among them), A
 heads, B key-value heads, D numbers of a head, E = rotated / 2.
@@ -26,7 +26,7 @@ def norm(
 ) -> None:
     """Set `out = w x / sqrt(mean(x^2) + epsilon)`.
 
-    A LAYER norm first subtracts `mean(x)` from x, and adds a bias in the end.
+    A LAYER norm first subtracts `mean(x)` from x, and adds a bias at the end.
     """
     if kind is not NormKind.LAYER and native.rms_norm(x_MH, weight_H, epsilon, out):
         return
@@ -175,7 +175,9 @@ def attention_weights(q_GTD: Array, k_SD: Array, scores: AttentionScores) -> tup
 
 
 def visible(queries: int, keys: int, window: int | None) -> NDArray[np.bool_]:
-    """Return which tokens each of the last T of S tokens attends to: itself, and `window - 1` before it.
+    """Return which tokens each of the last T of S tokens attends to: itself and earlier ones.
+
+    They are at most `window` tokens. None sets no limit.
 
     >>> visible(2, 3, 2).astype(int).tolist()
     [[1, 1, 0], [0, 1, 1]]

@@ -117,7 +117,7 @@ class LightLinear:
     def tiles(self, threads: int) -> list[slice]:
         """Return ranges of output rows of equal size. The last range may be smaller.
 
-        In a large layer, each thread gets the same number of ranges.
+        In a large layer, their number is, where possible, a multiple of the number of threads.
         """
         fewest, most = _TILE_ROWS
         count = -(-self.rows // min(max(_TILE_WEIGHTS // self.columns, fewest), most))

@@ -228,7 +228,7 @@ class _Parts:
         coded, bias_N = PackedRows.of(weight), None if bias_N is None else bias_N[rows]
         if adapter is None:
             mask = self._package.mask(name)
-            # Mask indices increase, so the indices within a range of rows are contiguous.
+            # Mask indices increase, so those within a range of rows are a slice of the array.
             first, last = np.searchsorted(mask, (rows.start * columns, rows.stop * columns)).tolist()
             indices = mask[first:last]
             if rows.start:  # else nothing is subtracted, and the indices stay a view of the mapped file

@@ -3,8 +3,8 @@
 The forward pass keeps the input of each decoder layer. Then each layer, from the last to the first
 masked one, is computed again and differentiated ("Training deep nets with sublinear memory cost",
 section 3, with a layer as a segment). At any time, memory holds one hidden vector for each token and layer,
-the intermediate results of one layer, a tile of a weight and a block of logits. It never holds an array as
-large as a weight matrix.
+the intermediate results of one layer, a tile of a weight and a block of logits. Weights are decoded only tile
+by tile.
 
     gradient of weight (n, m) = sum over tokens of d_out[n] x[m]          for the masked (n, m) only
 

@@ -53,7 +53,7 @@ class LowerLayerStates:
 
     With `--scope layers:11-`, for example, the layers below layer 11 have no trained values. In these layers,
     a sequence has the same hidden states for all variants, queries and epochs. If only the upper half of the
-    layers is masked, a step with the cache takes 0.44 of the time that it takes without.
+    layers is masked, a step with the cache takes 0.44 of the time of a step without it.
 
     Each sequence is computed alone, so its bits do not depend on the batch, and a resumed run gets the same
     bits. A full cache stores no further sequences, and never drops one. Each epoch uses every sequence once,

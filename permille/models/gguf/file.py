@@ -129,7 +129,7 @@ class GgufFile:
             if name in found:
                 raise self.refused(f"has the tensor {name!r:.80} twice")
             found[name] = self._place(name, shape, kind, offset)
-        # The data begin after all headers. So the offsets can be checked only now.
+        # The data begins after all headers, so the offsets can be checked only now.
         start = -(-reader.at // alignment) * alignment
         placed: dict[str, TensorPlace] = {}
         for name, place in found.items():

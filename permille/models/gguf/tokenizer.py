@@ -2,9 +2,9 @@
 
 This is the inverse of `permille.engines.gguf.tokenizer`. A `gpt2` tokenizer writes bytes as letters, and has
 a list of merges. The file gives the name of the rule that splits a text into words. A `llama` tokenizer is
-that of sentencepiece, which merges the token with the best score first. Its list of merges is made from the
-scores, as transformers does. Other kinds and unknown split rules are refused, because wrong token ids would
-give nonsense without an error.
+that of sentencepiece, which first merges the pair that makes the token with the best score. Its list of
+merges is made from the scores, as transformers does. Other kinds and unknown split rules are refused, because
+wrong token ids would give nonsense without an error.
 """
 
 import math
