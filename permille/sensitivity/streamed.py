@@ -6,8 +6,8 @@ Checkpointing in a whole model (`permille.sensitivity.backward`) does the same o
 numbers, so the gradients have the same bits.
 
 A pass reads the model twice, so it takes as many sequences as fit into `hidden_bytes` of hidden states. The
-number of sequences in a pass changes neither gradients nor sums, because each layer handles the sequences one
-at a time, in their order.
+number of sequences in a pass changes neither gradients nor sums, because each layer handles sequences one at
+a time, in their order.
 """
 
 from collections.abc import Callable, Sequence

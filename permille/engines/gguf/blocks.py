@@ -288,8 +288,8 @@ def _grids_with_minimum(
     """Return candidates for scale and minimum of Q4_1 in float16, [B, C, 2].
 
     The candidates are the block's own pair, the pair for the range of its weights, and some pairs for each
-    masked value v. Their scales are those of the first two pairs, and an nth of the distance from v to an end
-    of the range, with n from 1 to 15. The minimum is v minus a whole number of steps of the scale.
+    masked value v. Their scales are those of the first two pairs, and `r / n` for n from 1 to 15. Here, r is
+    the distance from v to an end of the range. The minimum is v minus a whole number of steps of the scale.
     """
     low_B, high_B = weight_BS.min(axis=1), weight_BS.max(axis=1)
     range_B = _half((high_B - low_B) / np.float32(15))
