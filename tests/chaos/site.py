@@ -182,8 +182,6 @@ class Site:
             "LEASE_S": str(LEASE_S),
             "POLL_S": "0.1",
             "SWEEP_S": "1",
-            "RESEND_AFTER_S": "5",
-            "CANCEL_GRACE_S": "1",
             "DRAIN_S": "2",
             "COLLECT_EVERY_S": "5",
             "COLLECTION_GRACE_S": "0",
@@ -191,7 +189,6 @@ class Site:
             "FISHER_SPLIT_FLOPS": "0",
             "RUNS_PER_DEVICE_DAY": "10000",
             "UPLOADS_PER_DEVICE_DAY": "10000",
-            "UPLOADS_PER_DEVICE_WAITING": "100",
             "SIGN_INS_PER_MINUTE": "10000",
         }
         if self.bucket is not None:

@@ -49,8 +49,6 @@ class Site:
             "LEASE_S": "30",
             "POLL_S": "0.05",
             "SWEEP_S": "0.2",
-            "RESEND_AFTER_S": "2",
-            "CANCEL_GRACE_S": "1",
             "DRAIN_S": "5",
             **({"BROKER_URL": self.broker_url} if self.broker_url else {}),
             **self.settings,

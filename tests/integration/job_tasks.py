@@ -2,7 +2,8 @@
 
 The payload of a job is its script: `steps` of `step_s` seconds, then `ends` ("well", "badly" ...). Each
 attempt appends a line to the file `trace`, so that a test sees which attempts ran. With the argument
-`worker`, the program is a worker whose children run these tasks.
+`worker`, the program is a worker whose children run these tasks. The variable `JOB_TASKS_SILENCE_S` shortens
+the minute after which a worker without messages looks into the database.
 """
 
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from sqlalchemy.orm import Session
 
@@ -19,9 +21,10 @@ from permille.files import write_atomic
 from permille.store import artifacts
 from permille.store.artifacts import Blob, Made
 from permille_workers.__main__ import run_worker
+from permille_workers.runtime import celery_app, supervisor, sweeper
 from permille_workers.runtime.child import run_child
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from tests.artifacts import some_model
 
 CHILD_COMMAND = (sys.executable, "-m", "tests.integration.job_tasks", "child")
@@ -66,7 +69,13 @@ def main() -> None:
     if sys.argv[1] == "child":
         run_child(dict.fromkeys(("mask", "quantization", "package"), scripted), sys.stdin.buffer)
     else:
-        run_worker(WorkerSettings.model_validate({}), child_command=CHILD_COMMAND)
+        silence_s = float(os.environ.get("JOB_TASKS_SILENCE_S", RESEND_AFTER_S))
+        with (
+            patch.object(celery_app, "RESEND_AFTER_S", silence_s),
+            patch.object(sweeper, "RESEND_AFTER_S", silence_s),
+            patch.object(supervisor, "CANCEL_GRACE_S", 1.0),
+        ):
+            run_worker(WorkerSettings.model_validate({}), child_command=CHILD_COMMAND)
 
 
 if __name__ == "__main__":

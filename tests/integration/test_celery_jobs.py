@@ -50,7 +50,10 @@ def test_a_message_that_comes_twice_runs_the_job_once(site: Site) -> None:
     assert len(site.results()) == 2
 
 
-def test_a_broker_that_dies_and_forgets_loses_no_job(site: Site, redis: Redis) -> None:
+def test_a_broker_that_dies_and_forgets_loses_no_job(
+    site: Site, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOB_TASKS_SILENCE_S", "2")
     made = [site.submit(steps=10, step_s=0.1) for _ in range(3)]
     site.start_worker()
     site.wait_for_attempts(1)
@@ -63,8 +66,10 @@ def test_a_broker_that_dies_and_forgets_loses_no_job(site: Site, redis: Redis) -
     assert len(site.results()) == 4
 
 
-def test_a_worker_that_is_told_nothing_looks_for_jobs_itself(site: Site, redis: Redis) -> None:
-    site.settings["RESEND_AFTER_S"] = "0.5"
+def test_a_worker_that_is_told_nothing_looks_for_jobs_itself(
+    site: Site, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOB_TASKS_SILENCE_S", "0.5")
     first = site.submit()
     site.start_worker()
     site.wait_for_state(first, "succeeded")
