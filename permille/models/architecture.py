@@ -2,8 +2,8 @@
 
     architecture = architecture_of({"model_type": "llama", ...})
 
-The light engine uses the `Architecture`, because it runs without transformers. `families` reads the shapes of
-the tensors. A config that needs unknown mathematics is refused, and the error names the key.
+The light engine runs without transformers, so it computes what the `Architecture` says. `families` reads the
+shapes of the tensors. A config that needs unknown mathematics is refused, and the error names the key.
 """
 
 from collections.abc import Mapping
@@ -41,8 +41,8 @@ class Architecture:
     Attributes:
         head: the width of an attention head.
         positions: the length of the longest sequence.
-        stacked: whether one matrix holds the layers query, key and value in this order, and another one gate
-            and up.
+        stacked: whether one matrix has the rows of query, then key, then value, and another one has the rows
+            of gate, then up.
         residual_scale: factor of the outputs of attention and of the feed-forward part.
         logits_scale: factor of the logits.
         learned_positions: rows before position 0 in the table of learned positions, or None without a table.
@@ -82,15 +82,15 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """
     shape, settings = shape_of(config), Settings(config)
     about = shape.about
-    # `shape_of` has already read these keys, with a `Settings` of its own.
+    # `shape_of` has already checked these keys. Of the last two, a family uses only one.
     settings.passed_over(shape.keys | {"tie_word_embeddings", "intermediate_size", "ffn_dim"})
     # The engine's attention is causal: a token never attends to a later one.
     settings.require("use_bidirectional_attention", False)
     learned = about.rotation is Rotation.LEARNED
     # Only a config of GPT-NeoX may lack this key.
     positions = settings.size("max_position_embeddings", 2048 if about.rotation is Rotation.PART else None)
-    # Scores are multiplied by `scalar ** -0.5`, which is `1 / sqrt(head)` in all families but Gemma 2,
-    # Gemma 3 and Granite (below).
+    # Attention scores are multiplied by `scalar ** -0.5`. The scalar is the width of a head. Only Gemma 2 and
+    # 3 have a key for another scalar, and Granite has a key for the factor itself.
     scalar, attention_softcap, final_softcap = float(shape.head), None, None
     if about.query_scalar is not None:
         scalar = settings.number("query_pre_attn_scalar", about.query_scalar)
@@ -103,7 +103,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     scale, embedding_scale = scalar**-0.5, float(shape.hidden**0.5) if about.embedding_scaled else 1.0
     residual_scale = logits_scale = 1.0
     if about.multiplied:
-        # The config of Granite states the scale of the scores, whatever the width of a head.
+        # The config of Granite states the factor of the scores. It does not depend on the width of a head.
         scale = settings.number("attention_multiplier", 1.0)
         embedding_scale = settings.number("embedding_multiplier", 1.0)
         residual_scale = settings.number("residual_multiplier", 1.0)
@@ -119,7 +119,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         head=shape.head,
-        # Longer sequences would need other rotary frequencies, so engines refuse them.
+        # Beyond the smallest limit, a layer would need other rotary frequencies, so engines refuse longer
+        # sequences.
         positions=min([positions, *limits]),
         block=_block(settings, shape),
         norm=about.norm,
@@ -243,7 +244,7 @@ def _ropes_by_layer(settings: Settings, shape: ModelShape, positions: int) -> li
     key, theta = shape.about.near_theta
     full = {"rope_theta": settings.number("rope_theta", shape.about.theta)}
     full |= dict(given.get("full_attention") or {})
-    # The older key applies only to layers with full attention.
+    # `rope_scaling`, the older key, applies only to layers with full attention.
     full |= settings.table("rope_scaling")
     near = {"rope_theta": theta if key is None else settings.number(key, theta)}
     near |= dict(given.get("sliding_attention") or {})

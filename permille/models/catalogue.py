@@ -78,8 +78,8 @@ class Entry:
         """Estimate the memory, without the package, of a gradient step on one row of `TRAINED_TOKENS`.
 
         The estimate is the sum of a hidden vector for each token and decoder layer, the activations of one
-        layer, and the process. It is within 3 % of the memory that `docs/results/real-model.md`
-        measured for 0.5 and for 1.1 billion weights.
+        layer, and the process. It is within 3 % of the memory that `docs/results/real-model.md` reports for
+        models of 0.5 and of 1.1 billion weights.
         """
         # float32 has 4 bytes. The activations of one layer take 32 hidden vectors for each token.
         layers, hidden = self.config["num_hidden_layers"], self.config["hidden_size"]

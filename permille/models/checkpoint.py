@@ -5,8 +5,8 @@
 
 The folder is untrusted input. File names must be on an allow-list, and no symbolic link may lead out of
 the folder. Weights must be safetensors (`permille.models.conversion` makes them from pickles). Every size
-is checked before use. The tensors must be exactly those of the config. Data is mapped, and never copied
-as a whole.
+is checked before use. The tensors must be exactly those that the config asks for. Weight files are mapped
+into memory, and never copied as a whole.
 """
 
 import json
@@ -73,7 +73,7 @@ class Checkpoint:
     """A checked model folder. Tensors have canonical names, in the order of `expected_tensors`."""
 
     def __init__(self, folder: Path) -> None:
-        """Read config and headers. For a model with vision, read those of its text model.
+        """Read config and headers. Of a model with vision, keep only the text model.
 
         Raises:
             InputError: a file is missing, malformed or leads out of the folder, the family is unknown, or the
@@ -140,7 +140,7 @@ class Checkpoint:
         return path.read_bytes()
 
     def weights(self, scope: str = "all") -> "ScopedWeights":
-        """Return the linear layers in scope as float32. Each access reads one."""
+        """Return the linear layers in scope as float32. Each access reads one of them from its file."""
         return ScopedWeights(self, tuple(name for name, _ in scoped_tensors(self.config, scope)))
 
     def files(self) -> tuple[str, ...]:
@@ -159,9 +159,8 @@ class Checkpoint:
         for file in _weight_files(self.folder):
             for stored, entry in _read_header(self.folder, file).items():
                 name = canonical_name(self.config, stored)
-                # The model does not use this tensor (`canonical_name`).
                 if name is None:
-                    continue
+                    continue  # the model does not use this tensor
                 if name in found:
                     raise InputError(f"The tensor {name} occurs twice, the second time in {file}.")
                 found[name] = entry
@@ -174,7 +173,7 @@ class Checkpoint:
 
 
 class ScopedWeights(Mapping[str, NDArray[np.float32]]):
-    """Weights [N, K] by name in tensor_id order. Each access reads the tensor again."""
+    """Weights [out_features, in_features] by name, in tensor_id order. Each access reads the tensor again."""
 
     def __init__(self, checkpoint: Checkpoint, names: tuple[str, ...]) -> None:
         self._checkpoint = checkpoint
@@ -298,7 +297,7 @@ def _read_header(folder: Path, file: str) -> dict[str, Entry]:
                 f"{_LARGEST_HEADER} bytes that ends within the file. {_AGAIN}"
             )
         header = _parse_object(stream.read(length), f"the header of {file}")
-    # This is free text of the program that wrote the file, and no tensor.
+    # `__metadata__` is no tensor, but free text of the program that wrote the file.
     header.pop("__metadata__", None)
     return {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
 

@@ -2,9 +2,9 @@
 
     folder = modern_folder(Path("opt-1.3b"), Path("models"))
 
-A pickle can contain code. So it is opened only in a confined child, by `torch.load(weights_only=True)`,
-which builds tensors and nothing else. The child also converts a slow tokenizer to `tokenizer.json`. The
-original folder does not change.
+A pickle can contain code. So it is opened only in a confined child process, by
+`torch.load(weights_only=True)`, which builds tensors and nothing else. The child also converts a slow
+tokenizer to `tokenizer.json`. The original folder does not change.
 """
 
 import shutil

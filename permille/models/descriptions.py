@@ -1,9 +1,9 @@
 """Descriptions of model families. One record describes the shapes and the mathematics of a family.
 
 To add a family with known building blocks, add a record. Families differ in the positions of norms, in
-biases, windows, rotations, soft caps and scales. With these records, `families` reads the shapes of a config
-for every use of a model, and `architecture` reads the mathematics for the light engine. Names of tensors and
-defaults are those of transformers 5.
+biases, windows, rotations, soft caps and scales. `families` needs a record to read the shapes of a config,
+for every use of a model. `architecture` needs it to read the mathematics, for the light engine. Names of
+tensors and defaults are those of transformers 5.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,8 @@ class BlockKind(StrEnum):
     - POST: `x = norm(x + f(x))`.
     - PARALLEL: both parts read the block's input.
 
-    A norm that the family lacks is left out.
+    A norm whose name is None in `BlockNames` is left out. PRE also has the norms of SANDWICH after `f`, if they
+    have names, as in OLMo 2.
     """
 
     PRE = "pre"
@@ -66,7 +67,7 @@ class Windows(StrEnum):
     """Layers whose attention is limited to `sliding_window` tokens.
 
     - UPPER: the layers from `max_window_layers` on, if `use_sliding_window` is set.
-    - PATTERN: all layers but every n-th one.
+    - PATTERN: all layers but every n-th one, where n is `Description.window_pattern`.
     """
 
     NONE = "none"
@@ -81,8 +82,8 @@ class Rotation(StrEnum):
     - LEARNED: a table has a vector for each position.
     - WHOLE: whole heads are rotated.
     - PART: the first part of a head is rotated. `rotary_pct` gives its share.
-    - SHARE: the same, but `partial_rotary_factor` gives the share.
-    - BY_LAYER: layers with a window have other frequencies.
+    - SHARE: as PART, but `partial_rotary_factor` gives the share.
+    - BY_LAYER: layers with a window have other frequencies than layers with full attention.
     - SOME: `no_rope_layers` selects the rotated layers.
     - WINDOWED: if there are layers with a window, only these are rotated.
     """
@@ -126,12 +127,14 @@ class Description:
     Attributes:
         final_norm: the norm before the head. A config of OPT may turn it off.
         stacked: `fused` has all queries, then all keys, then all values. `up` begins with the gate's rows.
-        head: the default width of a head. None divides the hidden size by the heads.
-        silent_kv_heads: without a key in the config, there are as many key-value heads as heads.
-        always_biased: the parts that always have a bias.
+        head: the default width of a head. None means the hidden size divided by the number of heads.
+        silent_kv_heads: whether the config may lack `num_key_value_heads`. There are then as many key-value
+            heads as heads.
+        always_biased: the linear layers that always have a bias.
         attention_bias: the flag for biases of attention, or None if there is no such flag.
         mlp_bias: the same for the feed-forward part.
-        query_scalar: the default of `query_pre_attn_scalar`. None scales scores by the width of a head.
+        query_scalar: the default of `query_pre_attn_scalar`. If it is None, the width of a head takes its
+            place.
         attention_softcap: the default of the soft cap of scores.
         final_softcap: the default of the soft cap of logits.
         head_norms_joined: one norm covers all heads of a query or key.

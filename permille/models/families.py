@@ -231,7 +231,8 @@ def shape_of(config: Config) -> ModelShape:
     family = family_of(config)
     about, read = DESCRIPTIONS[family], Settings(config)
     learned = about.rotation is Rotation.LEARNED
-    # In OPT and GPT-NeoX, each head has its own keys and values, and an equal share of the hidden size.
+    # `own_heads`: the config may set the number of key-value heads and the width of a head. OPT and GPT-NeoX
+    # set neither: each head has one key-value head and an equal share of the hidden size.
     own_heads = not learned and (about.names.fused is None or about.stacked)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
     if about.head is None and (not own_heads or config.get("head_dim") is None) and hidden % heads:
@@ -275,7 +276,7 @@ def _biased(about: Description, read: Settings) -> frozenset[str]:
 def expected_tensors(config: Config) -> dict[str, TensorShape]:
     """Return name and shape of every tensor of a checkpoint. A tied model has no `lm_head.weight`.
 
-    The order is: embeddings, blocks by index with the scoped layers first, final norm, head.
+    The order is: embeddings, blocks by index (in each, the linear layers first), final norm, head.
 
     Raises:
         InputError: as for `shape_of`.
@@ -352,7 +353,7 @@ def canonical_name(config: Config, name: str) -> str | None:
     name = _TEXT_MODEL.sub("model.", name).removeprefix("language_model.")
     if name.endswith((".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")):
         return None
-    # Names of older releases follow.
+    # Rename tensors of older releases.
     if family is Family.GPT_NEOX and name == "embed_out.weight":
         name = "lm_head.weight"
     if family is Family.OPT and name.startswith("decoder."):

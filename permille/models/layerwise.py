@@ -10,8 +10,9 @@
         logits = [ends.logits(hidden_BTH) for hidden_BTH in hidden]
 
 The model is that of transformers, in eval mode. It is built on torch's device "meta", without memory. In the
-model, recorders replace the decoder layers. A recorder stores the arguments of its layer (masks, rotations).
-They depend only on the shape of the input. So this module needs no code for single families.
+model, recorders replace the decoder layers. A recorder stores the arguments that the model passes to a layer
+(masks, rotations), so this module needs no code for single families. The real layer gets the stored
+arguments: they depend only on the shape of the input.
 
 If gradients are enabled, `layer` and `logits` are differentiable with respect to the hidden states, and to
 parameters on which the caller sets `requires_grad_()`. This module holds the hidden states of the last run,
@@ -86,10 +87,11 @@ class LayerStream:
     def _run(self, tokens_BT: Tensor, replaced: Tensor | None = None) -> Tensor:
         """Run the model with recorders in place of its layers. The first one returns `replaced` if it is set.
 
-        Without `replaced`, nobody uses the logits, so only those of the last token are computed.
+        Without `replaced`, the caller needs only the recorded hidden states, so the model computes only the
+        logits of the last token.
         """
         self._recorders[0].replaced = replaced
-        # 0 keeps the logits of all tokens.
+        # `logits_to_keep=0` keeps the logits of all tokens.
         kept = 1 if replaced is None else 0
         try:
             found: Tensor = self._model(
@@ -147,7 +149,8 @@ class Ends:
 
     def logits(self, hidden_BTH: Tensor) -> Tensor:
         """Return the logits of the hidden states after the last decoder layer."""
-        # Only the shape counts, because the recorder replaces the hidden states.
+        # Only the shape of the tokens counts, because the first recorder returns `hidden_BTH` in place of
+        # their embeddings.
         tokens_BT = torch.zeros(hidden_BTH.shape[:2], dtype=torch.long)
         return self._stream._run(tokens_BT, hidden_BTH.to(self._stream._device))
 

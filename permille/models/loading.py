@@ -59,7 +59,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str 
 
 
 class FileTokenizer:
-    """The tokenizer of a `tokenizer.json`, run by the tokenizers library in a confined child."""
+    """The tokenizer of a `tokenizer.json`, run by the tokenizers library in a confined child process."""
 
     def __init__(self, folder: Path) -> None:
         """Start the tokenizer.
@@ -86,7 +86,7 @@ class FileTokenizer:
 
 
 class FileChat:
-    """The chat template of a model folder, rendered and tokenized in a confined child."""
+    """The chat template of a model folder, rendered and tokenized in a confined child process."""
 
     def __init__(self, folder: Path, files: TokenizerFiles) -> None:
         self._files = files
@@ -122,7 +122,7 @@ class FileChat:
         }
         text = str(_answer(lambda: self._sandbox.ask(request, characters=len(question)))["text"])
         limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
-        # The template has written the special tokens at both ends.
+        # The text already has the template's special tokens at both ends, so `ends` is False.
         encode = {"do": "encode", "text": text, "literal": False, "ends": False, "limit": limit}
         found = _answer(lambda: self._sandbox.ask(encode, characters=len(text)))
         return np.array(array("I", b64decode(found["ids"])).tolist(), np.int64)

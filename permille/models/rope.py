@@ -76,7 +76,7 @@ class Rope:
 
 
 def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope:
-    """Return the frequencies of standardized parameters.
+    """Return the rotary frequencies that a config's `rope_parameters` describe.
 
     >>> rope_of({"rope_theta": 1e4}, head=4, positions=8).frequency_E.round(2).tolist()
     [1.0, 0.009999999776482582]
@@ -98,7 +98,7 @@ def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope
         raise unsupported(f"the keys of rope type {kind}", unknown)
     theta = positive("rope_theta", given.get("rope_theta"))
     part = positive("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
-    # As in transformers, a fraction is cut off.
+    # As in transformers, the number of rotated dimensions is rounded down.
     width = int(head * min(part, 2.0))  # a width above `head` is refused below
     if width % 2 or not 2 <= width <= head:
         raise unsupported(f"an even number from 2 to {head} of rotated numbers in a head", width)

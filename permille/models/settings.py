@@ -135,7 +135,7 @@ class Settings:
         return [bool(item) for item in value]
 
     def require(self, key: str, *allowed: object) -> None:
-        """Check that the key is absent, null or has one of the values that change nothing here."""
+        """Check that the key changes nothing: it is absent or null, or its value is one of `allowed`."""
         value = self._value(key, None)
         # Types are compared, too, because True == 1.
         if value is not None and not any(value == item and type(value) is type(item) for item in allowed):
@@ -165,7 +165,7 @@ class Settings:
 
 
 def positive(name: str, value: object) -> float:
-    """Return a finite number above 0 (InputError)."""
+    """Return `value` as a float. Raise InputError if it is not a finite number above 0."""
     # JSON may hold an integer that no float can represent. NaN fails both comparisons.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise unsupported(f"{name} to be a number above 0", value)

@@ -4,7 +4,7 @@ This module does not need torch.
 
 Only files of an allow-list are downloaded from the hub, and only of a commit that is given in full. So no
 Python files are downloaded, and a branch that moves has no effect. Pickles are opened only in a confined
-child (`permille.models.conversion`).
+child process (`permille.models.conversion`).
 """
 
 import re
@@ -96,7 +96,7 @@ def _fetch(repository: str, commit: str, folder: Path) -> None:
                 "revision": commit,
                 "local_dir": folder,
                 "allow_patterns": [*TEXT_FILES, *weights],
-                # These are copies of the weights for other programs.
+                # Subfolders and `consolidated*` hold copies of the weights for other programs.
                 "ignore_patterns": ["*/*", "consolidated*"],
             }
             listed = snapshot_download(repository, dry_run=True, **chosen)

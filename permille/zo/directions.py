@@ -4,8 +4,9 @@ Chunking, thread count, device, library version and iteration order do not chang
 vectors in `tests/golden/directions.json`). The numpy code here is the definition. The native kernels compute
 whole directions and their sums, and are tested against the same vectors (ADR 7).
 
-The elements of a direction are fair signs, one bit of the generator each. To add another kind of direction,
-write another module like this one, and add a member to `header.DirectionKind`.
+This module makes the kind `rademacher`: the elements are fair signs, one bit of the generator each. The
+module `groups` makes the other kind. To add a kind, write a module like these, and add a member to
+`header.DirectionKind`.
 
 Shapes: K = masked weights of all tensors, concatenated in tensor order; D = directions; B = blocks of the
 generator; P = B * 128 signs, the padding of each tensor's last block included.
@@ -30,8 +31,9 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 _WORD_LIMIT = 1 << 32
 _SEED_LIMIT = 1 << 64
+# The number of directions that numpy sums at once: their bits at one position form a byte.
 _GROUP = 8
-# FORMAT 7.3.
+# The limit of a coefficient (FORMAT 7.3).
 _LARGEST = 1 << 53
 
 
@@ -100,7 +102,7 @@ class Combination:
         return layout.without_padding(np.concatenate([self.c_D[:0], *sums]), tensors)
 
     def _sums(self, block_B: Words, tensor_B: Words) -> NDArray[np.int64]:
-        """Return the sum of the signs at each bit position of some blocks, int64 [P]."""
+        """Return `sum_d c[d] * sign[d]` at each bit position of some blocks, int64 [P]."""
         sums_P = np.zeros(len(block_B) * BLOCK_BITS, dtype=np.int64)
         library = load()
         directions = (self.step_D, self.query_D, self.c_D)
@@ -134,7 +136,7 @@ class BlockLayout:
     __slots__ = ("_width", "block_B", "counts", "k", "starts", "tensor_B")
 
     def __init__(self, counts: tuple[int, ...], width: int = BLOCK_BITS) -> None:
-        """`width` is the number of elements that a block gives."""
+        """Lay out the blocks. Each block gives `width` elements."""
         if any(not 0 <= count < _WORD_LIMIT for count in counts):
             raise InputError(f"expected counts from 0 to 2**32 - 1, got {min(counts)} to {max(counts)}")
         # Round up: each tensor begins with a new block, so its elements do not depend on earlier tensors.
@@ -166,7 +168,7 @@ def block_layout(counts: tuple[int, ...]) -> BlockLayout:
 
 
 def _bits(words: tuple[Words, Words, Words, Words]) -> NDArray[np.uint8]:
-    """Convert generator words [..., B] x 4 to bits [..., P], lowest bit first (FORMAT 6.2)."""
+    """Convert four arrays of generator words [..., B] to bits [..., P], lowest bit first (FORMAT 6.2)."""
     shape = words[0].shape
     packed = np.empty((*shape, WORDS), dtype="<u4")
     for index, word in enumerate(words):

@@ -5,8 +5,8 @@ variance. A projected gradient is the derivative of the loss along `z / sigma`, 
 
 A block is a range of tensors with directions of its own. `split` has two blocks, and all other estimators
 have one. For each block, a step averages `projected_grad * z / sigma` over the directions of the block, and
-moves by minus the learning rate times that average. The expectation of the average is the gradient, up to
-terms of the order of epsilon squared (none for exact derivatives).
+moves the weights by minus the learning rate times that average. The expectation of the average is the
+gradient, up to terms of the order of epsilon squared (none for exact derivatives).
 
 The cost of a step, in forward passes of the batch, with q directions:
 
@@ -197,7 +197,7 @@ def estimate(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], step: int
 ) -> tuple[float, NDArray[np.float64]]:
     """Return the loss of `step` and its q projected gradients. Any of them may be NaN or infinite."""
-    # `EstimatorKind.GRADIENT` has no entry, because `change_step` makes its records without measurements.
+    # `EstimatorKind.GRADIENT` has no entry: `steps.change_step` makes its records from a known change.
     found = _ESTIMATES.get(descent.header.estimator)
     if found is None:
         raise InputError(
@@ -263,8 +263,8 @@ def _split(
 
     The estimate follows equations 6 and 8 of FedSPZO, with one projected gradient per direction:
 
-    - Upper direction: the difference of its two losses, divided by `2*epsilon`. Its lower direction has one
-      fixed sign.
+    - Upper direction: the difference of its two losses, divided by `2*epsilon`. Both losses have the same
+      lower direction with the same sign.
     - Lower direction: the mean of its losses with the sign +, minus the mean of its losses with the sign -,
       divided by `2*epsilon`. The double sum of equation 7 reduces to this.
 
@@ -277,8 +277,8 @@ def _split(
     lower, upper = lower_queries.stop, upper_queries.stop - upper_queries.start
     shape_PSJD = (lower, 2, upper // (2 * lower), 2)
     values_VK = np.empty((2 * upper, descent.header.k), dtype=np.float32)
-    # Variants of one lower direction and sign are neighbours, so an engine computes the lower block once for
-    # all of them.
+    # Variants of one lower direction and sign are neighbours, so an engine can compute the lower block once
+    # for all of them.
     for variant in range(2 * upper):
         p, minus, _, opposite = np.unravel_index(variant, shape_PSJD)
         z_lower_K = z_QK[p] * z_QK.dtype.type(1 - 2 * minus)

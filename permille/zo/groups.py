@@ -25,7 +25,7 @@ from permille.zo.header import LogHeader
 from permille.zo.philox import WORDS, philox4x32_10
 
 QUERY_WORD = (1 << 32) - 1
-"""Counter word 3 of the generator. No query of a log has this number."""
+"""Counter word 3 of the generator. No query has this number, so groups have random bits of their own."""
 
 _SPAN = 1 << 16  # weights per task
 # The steps of one pass over the weights have about this many coefficients together, so they fit into the L2
@@ -74,7 +74,7 @@ def grouping(header: LogHeader, step: int) -> Grouping:
     words = philox4x32_10((layout.block_B, layout.tensor_B, step, QUERY_WORD), header.seed)
     word_K = layout.without_padding(np.stack(words, axis=1).reshape(-1))
     low_K = word_K & np.uint64((1 << 31) - 1)
-    # FORMAT 6.6: a product and a shift, not a remainder. The bias is below Q / 2**31.
+    # FORMAT 6.6: a product and a shift choose the group, not a remainder. The bias is below Q / 2**31.
     group_K = ((low_K * np.uint64(header.queries)) >> _GROUP_BITS).astype(np.int32)
     sign_K = (2 * (word_K >> _GROUP_BITS).astype(np.int8) - 1).astype(np.int8)
     return Grouping(group_K=group_K, sign_K=sign_K, queries=header.queries)

@@ -1,4 +1,4 @@
-"""The header at the start of both forms of the log (FORMAT 8.1).
+"""The header at the start of both forms of the log, the journal and the canonical log (FORMAT 8.1).
 
 Replay needs only the header and the coefficients of the steps. The package is needed only to turn the
 state into weights. The header is canonical JSON: sorted keys, no spaces, real numbers as C99 hexadecimal
@@ -91,7 +91,7 @@ class BlockSplit:
             raise InputError(
                 f"Both blocks of a split need masked weights. The lower one has {lower} of {sum(counts)}."
             )
-        # FORMAT 8.1: each lower direction and sign has the same number of upper ones.
+        # FORMAT 8.1: each lower direction and sign has the same number of upper directions.
         if (queries - self.lower_queries) % (2 * self.lower_queries):
             raise InputError(
                 f"The upper queries of this split must be a multiple of {2 * self.lower_queries}, "
@@ -144,7 +144,8 @@ class LogHeader:
                 raise InputError(f"expected {name} as sha256:<64 hex digits>, got {digest!r}")
         check_range("seed", self.seed, 0, (1 << 64) - 1)
         groups = self.directions is DirectionKind.GROUPS
-        # A gradient is always stored by groups. One-sided takes either kind. All others take only signs.
+        # The estimator `gradient` takes only groups, and `one-sided` takes either kind. All others take only
+        # signs.
         if self.estimator is not EstimatorKind.ONE_SIDED and groups != (
             self.estimator is EstimatorKind.GRADIENT
         ):
@@ -152,7 +153,7 @@ class LogHeader:
                 f"The estimator {self.estimator.value} does not take directions of the kind "
                 f"{self.directions.value}."
             )
-        # One-sided compares each loss with the mean of the others (FORMAT 8.1), so it needs two.
+        # One-sided compares each loss with the mean of the others (FORMAT 8.1), so it needs two queries.
         least = 2 if self.estimator is EstimatorKind.ONE_SIDED else 1
         check_range("queries", self.queries, least, MAX_GROUPS if groups else MAX_QUERIES)
         check_range("total_steps", self.total_steps, 1, MAX_STEPS)
@@ -173,7 +174,8 @@ class LogHeader:
             self.split.check(counts=self.counts, queries=self.queries)
         last = (len(self.counts) if self.split is None else self.split.first_upper_tensor) - 1
         gradient = self.estimator is EstimatorKind.GRADIENT
-        # A gradient reaches all masked weights. Other estimators must leave at least one tensor to move.
+        # A gradient moves all masked weights. With other estimators, at least one tensor must move, and in a
+        # split, at least one of the lower block.
         check_range("first_tensor", self.first_tensor, 0, 0 if gradient else last)
         if any(not sum(self.counts[tensors]) for _, tensors in self.blocks()):
             raise InputError(

@@ -27,8 +27,8 @@ MIN_STEP_UNIT_EXPONENT = -149
 MAX_STEP_UNIT_EXPONENT = 64
 
 _STATE_DOMAIN = b"permille-state-1\0"
-# The root mean square of the coefficients, so a projected gradient keeps some ten bits. With more bits, logs
-# would only be longer. With fewer, rounding would add noise.
+# The root mean square that coefficients should have, so that a projected gradient keeps some ten bits. With
+# more bits, logs would only be longer. With fewer, rounding would add noise.
 _COEFFICIENT_RMS = 1024
 
 
@@ -103,7 +103,7 @@ def perturbed_pairs(
 
 
 def add_scaled(s_K: NDArray[np.int64], c: int, z_K: NDArray[np.int8]) -> None:
-    """Set `s += c * z` in place. The caller checks that no sum leaves the exact range.
+    """Set `s += c * z` in place. The caller checks that no sum exceeds `STATE_LIMIT`.
 
     Raises:
         InputError: an array has another type or shape.

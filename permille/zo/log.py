@@ -57,7 +57,7 @@ def encode_canonical(header: LogHeader, records: Iterable[StepRecord]) -> bytes:
     """Encode a header and its records, whose steps are numbered from 0 without a gap.
 
     Raises:
-        InputError: a record does not continue the log, or the state could leave the exact range.
+        InputError: a record does not continue the log, or the state could exceed 2**53 (FORMAT 7.3).
     """
     kept = []
     weight = 0
@@ -154,7 +154,7 @@ class _Reader:
     def checksum(self) -> None:
         """Read a checksum, and compare it with that of the bytes since the previous checksum.
 
-        Computing a checksum starts from the previous one.
+        Each checksum continues from the previous one (FORMAT 9.1).
         """
         self._crc = zlib.crc32(self._data[self._summed : self._position], self._crc)
         stored = self.u32()

@@ -79,7 +79,7 @@ def weight_of(record: StepRecord) -> int:
 
 
 def weight_of_rows(coefficients_TQ: NDArray[np.int64]) -> int:
-    """Return `sum |c|` over many steps, or any number above the limit of FORMAT 7.3 if the sum exceeds it."""
+    """Return `sum |c|` over many steps, or some number above the limit of FORMAT 7.3 if the sum is, too."""
     total = 0
     for first in range(0, len(coefficients_TQ), _ROWS):
         rows_TQ = coefficients_TQ[first : first + _ROWS]
@@ -93,10 +93,10 @@ def weight_of_rows(coefficients_TQ: NDArray[np.int64]) -> int:
 
 
 def check_weight(weight: int) -> None:
-    """Check that the state of a log stays in the exact range (FORMAT 7.3).
+    """Check that the state of a log stays within 2**53, if `weight` is the log's `sum |c|` (FORMAT 7.3).
 
     Raises:
-        InputError: it may leave the range.
+        InputError: the state may leave this range.
     """
     if weight > STATE_LIMIT:
         raise InputError(f"expected sum |c| within 2**53, got {weight}")

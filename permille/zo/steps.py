@@ -34,7 +34,7 @@ def take_step(
 
     Args:
         normalised: divide the projected gradients by their root mean square, so that the learning rate alone
-            sets the length of a step (FZOO divides by the losses' standard deviation).
+            sets the length of a step. (FZOO divides by the standard deviation of the losses instead.)
 
     Returns:
         The record. If a loss or projected gradient is not finite, or a coefficient exceeds the format's
@@ -47,7 +47,7 @@ def take_step(
 def rounded_step(
     loss: float, projected_grad_Q: NDArray[np.float64], header: LogHeader, step: int, *, normalised: bool
 ) -> StepRecord:
-    """Make the record of one step from its projected gradients, as `take_step` does."""
+    """Round the projected gradients of one step to its record. Argument and result are as in `take_step`."""
     rejected = StepRecord(step=step, coefficients=(0,) * header.queries, loss=loss, flags=StepFlag.REJECTED)
     # A rejected step keeps its number, so the directions of later steps stay the same.
     if not (math.isfinite(loss) and np.isfinite(projected_grad_Q).all()):

@@ -22,7 +22,7 @@ def zigzag(numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
     >>> zigzag(np.array([0, -1, 1, -2])).tolist()
     [0, 1, 2, 3]
     """
-    # The shift of a signed number keeps the sign, so `numbers >> 63` is 0 or -1, all bits set.
+    # The shift of a signed number keeps the sign, so `numbers >> 63` is 0, or -1 with all bits set.
     return ((numbers << 1) ^ (numbers >> 63)).view(np.uint64)
 
 

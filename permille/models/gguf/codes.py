@@ -1,4 +1,4 @@
-"""A converted model together with its GGUF file, from which the codes are taken.
+"""A model folder made from a GGUF file, together with this file, from which a package takes quantized codes.
 
 model = KeptModel(Checkpoint(folder), Path("model.gguf"))
 model.codes("model.layers.0.mlp.up_proj.weight")
@@ -47,8 +47,8 @@ class KeptModel:
         return self._checkpoint.names
 
     def raw(self, name: str) -> RawTensor:
-        """Return a tensor of the folder, float32. Embedding and head in Q8_0 come from the file."""
-        # Packages store tables in no other codes than Q8_0 (FORMAT 4.3). Take all others as float32.
+        """Return a tensor of the folder, float32. If embedding or head is Q8_0, return the file's codes."""
+        # Of embedding and head, packages store only codes of Q8_0 (FORMAT 4.3). Other types become float32.
         if name not in self._tables or self._model.type(name) is not GGMLQuantizationType.Q8_0:
             return self._checkpoint.raw(name)
         data = self._model.raw(name).reshape(-1)

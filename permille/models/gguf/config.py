@@ -37,7 +37,7 @@ ARCHITECTURES = {
     Family.GRANITE: MODEL_ARCH.GRANITE,
     Family.OLMO2: MODEL_ARCH.OLMO2,
 }
-"""llama.cpp's architecture of each family. A file of a Mistral says `llama`: both compute the same."""
+"""llama.cpp's architecture of each family. A Mistral file says `llama`, because both compute the same."""
 
 PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
 """llama.cpp's rule: every n-th layer has no window."""
@@ -45,7 +45,8 @@ PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
 UNROTATED = 4
 """llama.cpp's rule: every n-th layer of a SmolLM3 has no rotation."""
 
-_NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)  # rotated in pairs, not in halves
+# For these, llama.cpp rotates adjacent pairs of a head's numbers, not its two halves (`row_order`).
+_NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)
 # Reverse the order, so that `llama` maps to the first of its families, which is Llama.
 _FAMILIES = {MODEL_ARCH_NAMES[arch]: family for family, arch in reversed(ARCHITECTURES.items())}
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
@@ -215,7 +216,8 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         config |= {"mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
     if family is Family.SMOLLM3:
         config |= {"no_rope_layers": [int((layer + 1) % UNROTATED != 0) for layer in range(layers)]}
-        # Without the key, transformers takes the published model's id, which the vocabulary may not have.
+        # Without this key, transformers takes the padding id of the published model. The vocabulary of this
+        # file may not have it.
         config |= {"pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id")}
     if family is Family.GRANITE:
         if not file.metadata.get(f"{arch}.rope.scaling.finetuned", True):
@@ -259,14 +261,14 @@ def _rope(file: GgufFile, arch: str, family: Family, head: int, positions: int) 
     if ROPE_FACTORS in file.tensors:
         found = _llama3(file, theta, head, positions)
     if family is Family.GEMMA3_TEXT:
-        # This frequency is fixed in the code of llama.cpp, so files do not state it.
+        # This theta is fixed in the code of llama.cpp, so files do not state it.
         near = {"rope_type": "default", "rope_theta": 10_000.0}
         return {"full_attention": found, "sliding_attention": near}
     return found
 
 
 def _llama3(file: GgufFile, theta: float, head: int, positions: int) -> dict[str, Any]:
-    """Find the `llama3` scaling that gives the divisors in the file. The file stores only the divisors."""
+    """Find the `llama3` scaling that gives the frequency divisors in the file. It stores only the divisors."""
     place = file.tensors[ROPE_FACTORS]
     if place.shape != (len(range(0, head, 2)),):  # checked before its numbers are read
         raise file.refused(f"has {ROPE_FACTORS!r} of shape {list(place.shape)}, for heads of {head}")
@@ -300,7 +302,7 @@ def _number(file: GgufFile, key: str, default: float | None = None) -> float:
 
 
 def _positive(file: GgufFile, key: str, default: float | None = None) -> float:
-    """Return the shortest decimal of a positive float32: 1e-05 for 9.999999747378752e-06."""
+    """Return a positive float32, rounded to seven digits: 1e-05 for 9.999999747378752e-06."""
     number = _number(file, key, default)
     if number <= 0:
         raise file.refused(f"names {key} as {number!r}, which must be above 0")

@@ -1,9 +1,9 @@
 """A strict reader of a GGUF file's header: metadata, and the position of each tensor.
 
 The file is untrusted, may be truncated, and may claim anything. Every count, length and offset is checked
-against a limit and the file's size before it is used. No memory is allocated because of a number in the
-file. Tensors are mapped. The reader of the `gguf` package trusts the counts, so only its tables and
-dequantizers are used here.
+against a limit and the file's size before it is used. Memory is allocated only for bytes that the file has,
+never for a count that it claims. Tensors are mapped into memory. The reader of the `gguf` package trusts the
+counts, so only that package's tables and dequantizers are used here.
 """
 
 import mmap
@@ -225,7 +225,8 @@ class _Reader:
         if kind != _ARRAY:
             raise self._refused(f"has {key!r:.80} of a type that GGUF does not name: {kind}")
         items, number = self.number("I"), self.count("items of a list", _MOST_ITEMS)
-        self._items += number  # the sum of all lists, because items take more memory than in the file
+        # Limit the sum over all lists, because an item takes more memory here than in the file.
+        self._items += number
         if self._items > _MOST_ITEMS:
             raise self._refused(f"has lists of more than {_MOST_ITEMS} items together")
         if items == _STRING:

@@ -34,7 +34,7 @@ SPLITS = {
     ),
     "llama-bpe": ((_GPT4,), True),
     "dbrx": ((_GPT4,), False),
-    # Other names of the same rules, in the files of Granite 3 and SmolLM3.
+    # The rules of `smollm` and of `dbrx`, by the names in the files of Granite 3 and of SmolLM3.
     "refact": ((DIGITS, GPT2), False),
     "smaug-bpe": ((_GPT4,), False),
 }
