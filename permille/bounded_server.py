@@ -31,7 +31,8 @@ class Places:
         most: the largest number of connections.
         of_one: the largest number from one IPv4 address or IPv6 /64.
         stranger_s: the time until a stranger is disconnected.
-        longest_s: the time until any other client is disconnected. None sets no limit.
+        longest_s: the time until any client is disconnected, even one that has proved its identity. None
+            sets no limit.
     """
 
     most: int = 32
@@ -48,7 +49,7 @@ class Place:
         key: the client, from `address_key`.
         socket: the connection's socket. The TLS handshake replaces it.
         proved: whether the client has proved its identity.
-        timers: they close the connection when its time is over.
+        timers: the timers that close the connection when its time is over.
     """
 
     key: str

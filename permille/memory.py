@@ -18,7 +18,7 @@ def available_memory() -> int | None:
 
 
 def give_back() -> None:
-    """Return freed memory to the system, which glibc would keep. Without glibc, do nothing."""
+    """Return freed memory, which glibc would keep, to the system. Without glibc, do nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -196,7 +196,7 @@ def span(name: str, above: Trace | None, attributes: Mapping[str, str | int]) ->
 
 @contextmanager
 def request(above: Trace | None) -> Iterator[Trace]:
-    """Set the trace of a request. If spans are exported, FastAPI's instrumentation has made its span."""
+    """Set the trace of a request. If spans are exported, FastAPI's instrumentation has already made one."""
     here = above or Trace.new()
     if _tracer() is not None:
         from opentelemetry import trace

@@ -7,7 +7,7 @@ The rule, so that anyone can repeat it:
    The rest at the end is left out, so there is no padding.
 3. Each of the first `POOL * n` windows (or of all windows of a smaller corpus) gets a 64-bit key, which
    Philox4x32-10 makes from the number of the window and the seed. The n windows with the smallest keys are
-   chosen. Of equal keys, that of the earlier window is chosen.
+   chosen. If keys are equal, the earlier window is chosen.
 4. The chosen windows are returned in the order of the stream.
 
 So at most `skip + POOL * n` windows of a corpus are read, and only n windows are held in memory. The first
@@ -60,7 +60,7 @@ def token_sequences(
     windows = itertools.islice(_windows(tokenizer, texts, length), skip, skip + POOL * n)
     best: list[tuple[int, int, NDArray[np.int64]]] = []  # a heap whose top is the worst of the n best
     for index, tokens in enumerate(windows):
-        # Negate both, because heapq keeps the smallest item on top.
+        # Negate key and index, because heapq keeps the smallest item on top.
         item = (-_key(index, seed), -index, tokens)
         if len(best) < n:
             heapq.heappush(best, item)
@@ -78,8 +78,8 @@ def token_sequences(
 def row_order(rows: int, taken: int, seed: int, step: int) -> NDArray[np.int64]:
     """Return the rows that a training step takes.
 
-    Every row occurs once in a seeded order, then again in another order. For example, the first two steps
-    of two rows together take all four rows:
+    Every row occurs once in a seeded order, then again in another order. For example, if a step takes two of
+    four rows, the first two steps together take all rows:
 
         >>> sorted([*row_order(4, 2, 0, 0).tolist(), *row_order(4, 2, 0, 1).tolist()])
         [0, 1, 2, 3]

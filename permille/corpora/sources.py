@@ -45,7 +45,7 @@ class BadRow(StrEnum):
 class ReadReport:
     """Number of rows read so far, and number of bad rows by reason, with the first bad rows as examples.
 
-    Rows count from 1.
+    Row numbers begin at 1.
     """
 
     rows: int = 0

@@ -1,7 +1,7 @@
 """Catch-up: the part of a federation's history that a device has missed, as one byte string (FORMAT 13.5).
 
 A catch-up holds the missed rounds, or a checkpoint and the rounds after it, whichever is smaller. A signed
-head at the end proves that they belong to the history.
+head at the end proves that rounds and checkpoint belong to the history.
 """
 
 import struct

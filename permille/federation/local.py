@@ -63,7 +63,7 @@ class LocalRound:
         )
 
     def moved(self, c_TQ: NDArray[np.int64], *, after: int = 0) -> NDArray[np.int64]:
-        """Replay the steps of the round from step `after` on.
+        """Replay steps of the round. The first row of `c_TQ` is that of step `after`.
 
         Returns:
             The change of the state, int64 [W], in the device's unit.
@@ -109,8 +109,8 @@ class _GradientSteps:
     """Records of steps along a gradient, projected on the groups of the history.
 
     The projection loses what groups cannot express, and Adam begins anew in each round. Carrying over
-    the lost part, or Adam's moments, to the next round made the pooled loss higher. Only with 256 groups
-    and 8 steps did the moments make it lower (ADR 14).
+    the lost part, or Adam's moments, to the next round made the pooled loss higher. There was one exception:
+    with 256 groups and 8 steps, carrying over the moments made it lower (ADR 14).
     """
 
     def __init__(self, part: LocalRound, descent: Descent, path: Path) -> None:
@@ -151,8 +151,8 @@ class _GradientSteps:
             loss=loss,
             flags=int(record.flags),
         )
-        # Store the moments before the journal gets the record. The moments contain the record, so a kill
-        # in between loses nothing. The journal does not contain the moments.
+        # Store the moments before the journal gets the record. The file of moments contains the record, so a
+        # kill in between loses nothing. In the reverse order, it would lose the moments.
         self._moments.store(self._path)
         return record
 

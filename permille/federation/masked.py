@@ -212,7 +212,8 @@ def decode_opening(data: bytes) -> Opening:
     rest = len(data) - _ASKED.size - size
     if magic != _ASKED_MAGIC or rest < 0 or rest % _ENTRY.size:
         raise PackageError("round-content", f"expected {_ASKED_MAGIC!r} and whole entries, got {magic!r}")
-    # The keeper has no list of federations. The signatures below bind the seals to this definition.
+    # The keeper has no list of federations, so the request contains the definition. The signatures below
+    # bind the seals to this definition.
     definition = Definition.from_bytes(data[_ASKED.size : _ASKED.size + size])
     if definition.privacy is None or definition.privacy.keeper is None or number >= definition.rounds:
         raise PackageError("round-content", f"expected a round of a federation with a keeper, got {number}")

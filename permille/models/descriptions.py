@@ -53,8 +53,8 @@ class BlockKind(StrEnum):
     - POST: `x = norm(x + f(x))`.
     - PARALLEL: both parts read the block's input.
 
-    A norm whose name is None in `BlockNames` is left out. PRE also has the norms of SANDWICH after `f`, if they
-    have names, as in OLMo 2.
+    A norm without a name in `BlockNames` is left out. If the norms after `f` have names, a PRE block also has
+    these norms. For example, OLMo 2 has the kind PRE, and only norms after `f`.
     """
 
     PRE = "pre"

@@ -89,7 +89,10 @@ class BlobFolder:
         self.root = root
 
     def hurried(self) -> "BlobFolder":
-        """Return the same store with short timeouts, for callers that hold a database lock."""
+        """Return the same store with short timeouts, for callers that hold a database lock.
+
+        A folder has no timeouts.
+        """
         return self
 
     def path(self, digest: str) -> Path:
@@ -160,7 +163,7 @@ class BlobFolder:
             raise _damaged(digest, found)
 
     def stream(self, digest: str, begin: int, end: int) -> Iterator[bytes]:
-        """Yield the stored bytes of a blob. They are not checked here: the receiver hashes them.
+        """Yield the stored bytes from `begin` to `end`. They are not checked here: the receiver hashes them.
 
         Raises:
             PackageError: `blob-missing`.
@@ -271,7 +274,8 @@ class BlobFolder:
         """Return a separate store inside this one, with its own listing and deletion.
 
         Args:
-            private: keep no local copies of its blobs. A bucket then refuses `path`.
+            private: whether a bucket keeps no local copies of the blobs. It then refuses `path`. A folder
+                ignores this.
         """
         return BlobFolder(self.root.joinpath(*map(_checked, names)))
 
@@ -292,7 +296,7 @@ class BlobFolder:
         removed = 0
         for path in (self.root / "incoming").glob("*.tmp"):
             try:
-                # The file of a living writer is younger.
+                # The file of a writer that still runs is younger.
                 if path.stat().st_mtime < before_s:
                     path.unlink()
                     removed += 1

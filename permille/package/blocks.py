@@ -89,7 +89,7 @@ def check_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> None:
 
 
 def damaged_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> list[Block]:
-    """Return the blocks whose stored bytes differ from their hash, or are missing.
+    """Return the blocks whose stored bytes are missing, or have another hash than the expected one.
 
     Raises:
         PackageError: `blob-missing`.
@@ -107,7 +107,7 @@ def damaged_blocks(blobs: BlobFolder, blocks: Sequence[Block]) -> list[Block]:
 
 
 def mend_block(blobs: BlobFolder, block: Block, data: bytes) -> None:
-    """Restore the bytes of a block in place. Processes that have the blob mapped see them, too.
+    """Restore the bytes of a block in place. Processes that have mapped the blob see the restored bytes.
 
     Raises:
         PackageError: `block-digest` if these are not the block's bytes. Nothing is written then.

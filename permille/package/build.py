@@ -141,7 +141,7 @@ def code(w_NK: NDArray[np.float32], how: Quantization, *, name: str) -> Quantize
     """Quantize one weight matrix.
 
     Raises:
-        InputError: as `quantize`.
+        InputError: as for `quantize`.
     """
     return quantize(w_NK, how.name, how.group_size, name=name)
 
@@ -202,8 +202,7 @@ def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
     Raises:
         PackageError: `blob-missing`, or a check of `Package` fails.
     """
-    # Opening a package checks it. This comes before the manifest is stored, so that no broken package has a
-    # digest.
+    # Opening a package checks it. Do this before the manifest is stored, so that no broken package is stored.
     Package(blobs, manifest)
     return blobs.put_bytes(manifest.to_bytes())
 

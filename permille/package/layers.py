@@ -133,7 +133,7 @@ def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence
     with SafetensorsWriter(blobs) as writer:
         for tensor in values:
             _check_float(tensor)
-            # The sparse values of all tensors form one vector in this order, on which replay depends.
+            # The sparse values of all tensors are joined in this order, and replay depends on it.
             expected = next(names, None)
             if tensor.name != expected or len(tensor.shape) != 1:
                 raise InputError(f"expected 1-D values of {expected!r}, got {tensor.name!r} {tensor.shape}")
@@ -249,7 +249,7 @@ def _add_quantized(writer: SafetensorsWriter, name: str, quantized: QuantizedTen
     has_minima = quantized.minima is not None
     layout = dense_layout(scheme, shape, group_size, bits=quantized.bits, has_minima=has_minima)
     for suffix, (dtype, stored) in layout.items():
-        # The remaining suffix is that of the scales. NF4 uses another suffix than the other schemes.
+        # Any other suffix is that of the scales: `.absmax` for NF4, and `.scales` for all other schemes.
         array = arrays.get(suffix, scales)
         writer.add(name + suffix, dtype, stored, array.astype("<f2") if dtype == "F16" else array)
 

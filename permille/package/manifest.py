@@ -52,7 +52,7 @@ from permille.quantization.types import (
 
 Member = TypeVar("Member", bound=StrEnum)
 
-_CODE_BOOK_BYTES = 320  # FORMAT 4.2: the most bytes of the code table and the state beside an nf4 weight
+_CODE_BOOK_BYTES = 320  # FORMAT 4.2: the largest size of code table and state beside an nf4 weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +81,11 @@ class Quantization:
             )
 
     def dense_bounds(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Return the least and the most bytes of one weight in the dense layer, without the layer's
-        header.
+        """Return the smallest and the largest size of one weight in the dense layer, in bytes.
+
+        The header of the layer is not included.
         """
-        # FORMAT 4.2: the scales of GGUF blocks stay in their own float16.
+        # FORMAT 4.2: the scales of GGUF blocks stay float16.
         item = 2 if self.name is Scheme.SOURCE else 4  # float16 or float32
         scales = math.prod(scales_shape(self.name, shape, self.group_size))
         least = packed_size(bits_of(self.name), shape) + item * scales
@@ -159,7 +160,7 @@ class AdapterInfo:
 class TensorInfo:
     """A quantized weight: its shape (N, K), and the count of its trained numbers.
 
-    With a mask, `count` is the number of masked weights. The index in the list is the tensor_id.
+    With a mask, `count` is the number of masked weights. The index in `Manifest.tensors` is the tensor_id.
     """
 
     name: str
@@ -363,7 +364,7 @@ class Manifest:
             raise PackageError(
                 "manifest-tensors", "With scheme source, the width of each tensor must be a multiple of 32."
             )
-        # A log stores k, and replay depends on it. So k must match the counts (FORMAT 8.1).
+        # Packed states store k, and logs store the counts, so both must agree (FORMAT 3.2).
         if total != self.k or not 1 <= total <= MAX_K:
             raise PackageError(
                 "manifest-counts", f"expected k = {self.k} from 1 to {MAX_K}, got counts of {total}"

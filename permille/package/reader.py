@@ -84,8 +84,8 @@ class Package:
         self.config: dict[str, Any] = parse_config(self.file("config.json"))
         check_config_family(self.config, manifest.model.family)
         blocks = package_blocks(blobs, manifest)
-        # These blocks hold the headers, which are parsed below. If a header is longer than 1 MiB, the rest is
-        # hashed before the first tensor is read.
+        # The first block of a layer holds its header, which is parsed below. If a header is longer than
+        # 1 MiB, its rest is hashed before the first tensor is read.
         check_blocks(blobs, [block for block in blocks if block.begin == 0])
         self._unchecked = blocks
         self._checking = threading.Lock()

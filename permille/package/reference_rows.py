@@ -25,7 +25,7 @@ MOST_TOKENS = 1024
 MOST_TOGETHER = 1 << 14  # most tokens of all rows together, since every training evaluates them
 DTYPES = frozenset({"U32", "U8", "F16"})
 _NAMES = ("ids", "spans", "kinds", "named_ids", "named_probabilities")
-# Rounding to half precision changes a probability by a relative 2^-11 at most.
+# Rounding to half precision changes a probability by a relative 2^-11 at most, so a sum of 1 may exceed 1.
 _LARGEST_SUM = 1.001
 
 
@@ -36,7 +36,7 @@ class ReferenceRows:
     Attributes:
         ids_NT: int64 token ids; 0 after the end of a row.
         begin_N: int64, the position of the first target of a row, at least 1.
-        end_N: int64, the position after the last token of a row, which is its last target.
+        end_N: int64, the position after the last token of a row. The last token is the last target.
         chat_N: bool, whether the row is a chat. Its targets are then the answer of the base model.
         pulls_N: bool, whether the row pulls. Otherwise it measures.
         named_RS: int64, the ids of the base model's most probable tokens, for each target of the rows
@@ -98,12 +98,12 @@ def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | Non
     if not (2 <= number <= MOST_ROWS and 2 <= length <= MOST_TOKENS):
         raise _refused(f"has {number} rows of {length} tokens, not 2 to {MOST_ROWS} of 2 to {MOST_TOKENS}")
     if spans_N2.shape != (number, 2) or kinds_N2.shape != (number, 2) or kinds_N2.max() > 1:
-        raise _refused("has spans or kinds of another number of rows")
+        raise _refused("has spans or kinds of another number of rows, or a kind above 1")
     begin_N, end_N = spans_N2.T
     # Nothing predicts the first token of a row, so it is no target.
     if not ((begin_N >= 1) & (begin_N < end_N) & (end_N <= length)).all():
         raise _refused("has a span of targets outside its row")
-    # This limits the time that the reference can cost each training.
+    # This limits the time that the reference adds to each training.
     if int(end_N.sum()) > MOST_TOGETHER:
         raise _refused(f"has {end_N.sum()} tokens, more than {MOST_TOGETHER}")
     if positions is not None and int(end_N.max()) > positions:

@@ -113,8 +113,8 @@ def _parse_header(header: bytes, dtypes: frozenset[str], data_bytes: int) -> dic
 
 
 def _position(item: tuple[str, TensorSpec]) -> tuple[int, int, int, str]:
-    # An empty tensor begins and ends where the next one begins. Several of them are ordered by width, then by
-    # name.
+    # An empty tensor begins and ends where the next tensor begins. Several empty tensors at one position are
+    # ordered by width, then by name.
     name, spec = item
     return spec.begin, spec.end, -ITEM_BYTES[spec.dtype], name
 
@@ -127,7 +127,7 @@ def _spec(name: str, entry: JSON, dtypes: frozenset[str]) -> TensorSpec:
         raise PackageError("header-dtype", f"expected one of {sorted(dtypes)}, got {dtype!r:.40}")
     if not _is_sizes(shape) or len(shape) > _MAX_DIMENSIONS or not _is_sizes(offsets) or len(offsets) != 2:
         raise PackageError("header-schema", f"expected sizes in shape and data_offsets of {name!r:.100}")
-    # FORMAT 4.1: the product must not overflow. Python's integers never do, so check the product afterwards.
+    # FORMAT 4.1: the product must not overflow. Python's integers never overflow, so check it afterwards.
     size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if size_bytes > MAX_LAYER_BYTES:
         raise PackageError("header-overflow", f"expected at most {MAX_LAYER_BYTES} bytes, got {size_bytes}")

@@ -2,7 +2,7 @@
 
 The probability of an integer x is proportional to `exp(-x**2 / (2 variance))`. The sampler is that
 of Canonne, Kamath and Steinke, "The discrete Gaussian for differential privacy" (2020), algorithms
-1 to 3. OpenDP has the same sampler in Rust (47 MB), and a test compares both.
+1 to 3. The library OpenDP (47 MB) has the same sampler, and a test compares both.
 
 The time of a draw depends on its value. Do not use the sampler where others can measure that time.
 """

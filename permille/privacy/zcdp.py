@@ -57,10 +57,11 @@ def _bound(rho: float, delta: float, log_beyond: float) -> float:
 
 
 def noise_for(dp_epsilon: float, delta: float, participations: int) -> int:
-    """Return the least noise with which all rounds cost at most `dp_epsilon`, in hundredths of the clip.
+    """Return the least noise with which `participations` rounds cost at most `dp_epsilon`.
 
     Returns:
-        From 1 to 1,000,000. At 1,000,000, the rounds may still cost more.
+        The standard deviation of the noise in hundredths of the clip, from 1 to 1,000,000. At 1,000,000, the
+        rounds may still cost more.
     """
     # More noise always gives a smaller epsilon, so bisection finds the least noise.
     low, high = 0, 1_000_000
@@ -74,7 +75,7 @@ def noise_for(dp_epsilon: float, delta: float, participations: int) -> int:
 
 
 def signal_to_noise(devices: int, coefficients: int, noise_multiplier: float) -> float:
-    """Predict the norm of the sum of the vectors divided by that of the noise.
+    """Predict the norm of the sum of the vectors divided by the norm of the noise.
 
     It is `m a / (z sqrt(K q))`, with m devices, a = `MEAN_NORM`, noise multiplier z and K q coefficients.
     """

@@ -78,8 +78,8 @@ class PruningPlan:
 
     Attributes:
         method: the method.
-        rates: the share of zeros in every linear of a decoder layer: one number for all layers, or a mapping
-            from the index of each layer to its number.
+        rates: the share of zeros in every linear of a decoder layer: one share for all layers, or a mapping
+            from the index of each layer to its share.
         pattern: the pattern of zeros, or None if zeros may be anywhere. With a rate below the pattern's own,
             only some of the zeros of the full pattern are made, so a group may keep more than `kept`.
         device: the device of torch. Another device may round differently.

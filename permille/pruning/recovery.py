@@ -3,8 +3,8 @@
     recover_model(Checkpoint(pruned), target, rows_NT, RecoveryPlan(steps=400, rows=8, rate=0.003))
 
 Beside each linear layer, `dW = B A` is trained, with A [r, K] and B [N, r], from dW = 0. The layer
-computes with `keep * (W + dW)`, where `keep` is 1 where W is not 0, and 0 elsewhere. The target gets this
-product as its weight, so a pruned weight stays 0.
+computes with `keep * (W + dW)`, where `keep` is 1 where W is not 0, and 0 elsewhere. The target folder gets
+this product as the layer's weight, so a pruned weight stays 0.
 
 Adam minimises the mean next-token loss of public text, with a rate that falls to 0 over the steps. The rows
 of a step depend only on the seed and the number of the step. After a kill, a call with the same arguments and
@@ -54,7 +54,7 @@ class LoraAdapter(nn.Module):
     def __init__(self, shape: tuple[int, int], rank: int, generator: torch.Generator) -> None:
         super().__init__()
         rows, columns = shape
-        # B starts at 0, and so does the change. A must not, or B would get no gradient.
+        # B starts at 0, and so does the change. A must not start at 0, or B would get no gradient.
         self.a = nn.Parameter(torch.randn(rank, columns, generator=generator) / math.sqrt(columns))
         self.b = nn.Parameter(torch.zeros(rows, rank))
 
@@ -191,7 +191,7 @@ def _bytes(trained: Sequence[nn.Parameter], optimizer: torch.optim.Adam, losses:
         torch.cat([optimizer.state[parameter][key].reshape(-1) for parameter in trained])
         for key in ("exp_avg", "exp_avg_sq")
     ]
-    # Values, first and second moments: all that Adam needs to continue to the same bits.
+    # Adam needs the values and both moments to continue with the same bits.
     values_3K = torch.stack([parameters_to_vector(trained).detach(), *moments])
     buffer = io.BytesIO()
     np.savez(buffer, values_3K=values_3K.float().cpu().numpy(), losses=np.array(losses))

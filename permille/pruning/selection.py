@@ -1,8 +1,8 @@
 """Choice of the weights of a linear layer that become zero, and new values for the others.
 
 Shapes: N = outputs, K = inputs. `gram_KK` is the Gram matrix `X X^T` of the inputs X on the calibration text.
-Everything is float32, as in the papers (see `PruningMethod`). Of equal scores, the lower index is taken, so
-the same numbers give the same zeros.
+Everything is float32, as in the papers (see `PruningMethod`). If scores are equal, the weight with the lower
+index is removed, so the same numbers give the same zeros.
 """
 
 import torch
@@ -12,7 +12,8 @@ from permille.errors import InputError
 from permille.pruning.plan import Pattern, PruningMethod
 
 _BLOCK = 128  # SparseGPT chooses the weights to remove in blocks of this many columns
-_DAMPING = 0.01  # as a share of the mean of the Gram matrix's diagonal
+# The smallest and largest number to add to the Gram matrix's diagonal, as shares of the diagonal's mean.
+_DAMPING = 0.01
 _MOST_DAMPING = 10.0
 
 

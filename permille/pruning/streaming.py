@@ -9,7 +9,7 @@ source: the same files with the same headers.
 
 The folder `resume` keeps the output of the last finished decoder layer, and the results in JSON. After a
 kill, a call with the same arguments repeats the unfinished layer from the source, and ends with the same
-bits.
+bits as a call without a kill.
 """
 
 import json

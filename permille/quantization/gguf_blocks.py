@@ -71,7 +71,7 @@ def codes_of(block_NR: NDArray[np.uint8], columns: int) -> QuantizedTensor:
 
 
 def blocks_of(tensor: QuantizedTensor) -> NDArray[np.uint8]:
-    """Join codes and scales to blocks, uint8 [N, R]. The bits are those of the input of `codes_of`."""
+    """Join codes and scales to blocks, uint8 [N, R]. This inverts `codes_of`, bit for bit."""
     heads = [tensor.scales] if tensor.minima is None else [tensor.scales, tensor.minima]
     half_BH = np.stack([head.reshape(-1) for head in heads], axis=1).astype("<f2")
     code_BP = tensor.packed.reshape(len(half_BH), -1)

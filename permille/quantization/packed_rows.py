@@ -122,8 +122,8 @@ def decoded_at(
 ) -> NDArray[np.float32]:
     """Decode the weights at flat indices, float32 of the indices' shape.
 
-    To multiply with trained sparse values, a layer multiplies with the decoded weights, then adds the product
-    with `value - decoded`.
+    A layer with trained sparse values needs them at the masked positions. It multiplies its input by all
+    decoded weights, then adds the product of the input and `value - decoded`.
 
     Raises:
         InputError: an index is outside of the weight.

@@ -30,7 +30,7 @@ def check_finite(chunk: NDArray[np.float32], first: int, name: str) -> None:
     """
     finite = np.isfinite(chunk)
     if not finite.all():
-        # The first False of a boolean array.
+        # `argmin` gives the first False of a boolean array.
         at = int(np.argmin(finite.reshape(-1)))
         value = chunk.reshape(-1)[at]
         raise InputError(f"{name} has the weight {value} at flat index {first + at}. Weights must be finite.")

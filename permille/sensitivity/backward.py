@@ -69,7 +69,7 @@ def sequence_loss(model: "PreTrainedModel", tokens_T: NDArray[np.int64], sequenc
 
 @contextlib.contextmanager
 def _only_trainable(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Let only `names` require a gradient. Autograd then keeps no graph below the lowest of them."""
+    """Let only `names` require a gradient. Autograd then keeps no graph below the lowest layer of these."""
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     wanted = set(names)
     try:
@@ -121,7 +121,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layers(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the decoder layers from the lowest in scope upwards. The reverse pass visits only these."""
+    """Return the decoder layers from the lowest in `names` upwards. The reverse pass visits only these."""
     lowest = min(index for index in map(layer_of, names) if index is not None)
     prefix = names[0].split(".layers.", 1)[0] + ".layers"
     layers = model.get_submodule(prefix)

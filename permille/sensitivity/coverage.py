@@ -1,7 +1,8 @@
 """Evidence for a mask, as plain dicts for JSON, without NaN, infinity or arrays.
 
-- `curve`: the share of the total score that the best fraction of the weights holds. Figure 2 of "Zeroth-order
-  fine-tuning of LLMs with extreme sparsity" shows such a curve.
+- `curve`: for several fractions of the weights, the share of the total score that the best weights hold, if
+  this fraction is taken. Figure 2 of "Zeroth-order fine-tuning of LLMs with extreme sparsity" shows such a
+  curve.
 - `coverage`: the share of the total score that the weights of a mask hold, also by tensor. With scores of
   another text, it shows whether the mask of a corpus also covers the gradients of a task (figure 3).
 
@@ -145,5 +146,5 @@ def _sum(flat: NDArray[np.float32]) -> float:
 
 
 def _share(part: float, whole: float, count: int, numel: int) -> float:
-    # Both are float64 sums in different orders, so the part can exceed the whole by a rounding error.
+    # The two float64 sums add in different orders, so `part` can exceed `whole` by a rounding error.
     return min(1.0, part / whole) if whole > 0 else count / numel

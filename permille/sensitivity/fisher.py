@@ -13,7 +13,7 @@ and freed as soon as autograd has made it. Activations of other layers are recom
 
 Squared gradients are summed in shards of sequences (`shard_ranges`), and the sums of the shards are added in
 their order. So one process and sixteen workers get the same bits from the same gradients, except in the one
-case that `join_shards` names. A stopped job continues after its last shard.
+case that `join_shards` names. A stopped job continues after its last finished shard.
 """
 
 import contextlib
@@ -219,8 +219,8 @@ def _not_finite(name: str) -> InputError:
 def _sums_beside(device: torch.device, sums: Scores) -> Iterator[Callable[[str], Tensor]]:
     """Yield a function that returns the sum of a tensor by name.
 
-    If the model is on a GPU and the sums fit, they stay there until the end of the context, so that squares
-    need not be copied to the host.
+    If the model is on a GPU and the sums fit there, the sums stay on the GPU until the end of the context, so
+    that squares need not be copied to the host.
     """
     if not _holds_sums(device, sums):
         yield functools.partial(_shared, sums)

@@ -2,7 +2,7 @@
 
     mask = select_mask(scores, "fisher", 0.001)
 
-The mask of a tensor has the `count(density, numel)` weights with the largest scores. Of equal scores, the
+The mask of a tensor has the `count(density, numel)` weights with the largest scores. If scores are equal, the
 lowest index is taken. NaN has no rank and is refused. Scores are ranked by their bits, in two counting passes
 of 16 bits each. So the threshold is exact and does not depend on a sorting algorithm. Selecting takes a few
 MB of memory in addition to the scores, which may be a mapped file.
@@ -94,7 +94,7 @@ def select_mask(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ranked:
-    """Ranks of a tensor by scores or by weights. Weights that are zero rank below all others."""
+    """Ranks of a tensor by scores or by weights. If `weights` is given, zeros in it rank below all others."""
 
     name: str
     tensor: NDArray[np.float32]
@@ -102,7 +102,7 @@ class _Ranked:
     weights: NDArray[np.float32] | None
 
     def chunks(self) -> Iterator[tuple[int, NDArray[np.uint32]]]:
-        """Yield chunks (first index, ranks). A zero weight has rank 0, others rise with their scores.
+        """Yield chunks (first index, ranks). A zero in `weights` has rank 0, and other ranks rise with scores.
 
         The bits of non-negative float32 numbers are ordered as the numbers are.
         """
@@ -121,7 +121,7 @@ class _Ranked:
 
 
 def _largest(ranked: _Ranked, wanted: int) -> NDArray[np.uint32]:
-    """Select the weights with the largest ranks. Of those equal to the threshold, take the first."""
+    """Select the weights with the largest ranks. Of the weights at the threshold, take the first ones."""
     threshold, ties = _threshold(ranked, wanted)
     if threshold == 0:  # there are fewer nonzero weights than wanted
         ties = 0
@@ -135,9 +135,9 @@ def _largest(ranked: _Ranked, wanted: int) -> NDArray[np.uint32]:
 
 
 def _threshold(ranked: _Ranked, wanted: int) -> tuple[int, int]:
-    """Return the rank of the `wanted`-th largest, and how many weights of exactly that rank are wanted."""
-    # The first pass counts ranks by their upper 16 bits. The second counts the ranks of the bin that was
-    # found, by their lower 16 bits.
+    """Return the `wanted`-th largest rank, and how many weights of exactly that rank to take."""
+    # The first pass counts all ranks by their upper 16 bits, and finds the bin of the threshold. The second
+    # pass counts the ranks of this bin by their lower 16 bits.
     high = np.zeros(1 << 16, np.int64)
     for _, rank in ranked.chunks():
         high += np.bincount(rank >> np.uint32(16), minlength=high.size)
@@ -151,7 +151,7 @@ def _threshold(ranked: _Ranked, wanted: int) -> tuple[int, int]:
 
 
 def _bin_of(histogram: NDArray[np.int64], wanted: int) -> tuple[int, int]:
-    """Return the bin that holds the `wanted`-th largest, and how many of that bin are wanted."""
+    """Return the bin that holds the `wanted`-th largest rank, and how many ranks of that bin to take."""
     # Count from the top, because the largest scores are wanted.
     at_least = np.cumsum(histogram[::-1])
     position = int(np.searchsorted(at_least, wanted))
@@ -173,10 +173,10 @@ def _random_mask(
 
 
 def _random_indices(numel: int, wanted: int, seed: int, tensor_id: int) -> NDArray[np.uint32]:
-    """Draw `wanted` distinct indices: the first distinct draws of the tensor's stream.
+    """Draw `wanted` distinct indices: the first distinct numbers in the tensor's random stream.
 
-    Each set is equally likely. If more than half of the tensor is wanted, draw the indices to leave out,
-    which is less work.
+    Each set of indices is equally likely. If more than half of the tensor is wanted, draw the indices to
+    leave out, which is less work.
     """
     if not 0 <= seed < 1 << 64:
         raise InputError(f"expected a seed from 0 to 2**64 - 1, got {seed}")

@@ -33,7 +33,8 @@ _CHUNK = 1 << 22
 IN_MEMORY_BYTES = 4 << 30
 # This number affects the result, because float32 sums depend on how their terms are grouped.
 SHARD_SEQUENCES = 16
-_MOST_SHARDS = 64  # the sum of each shard is as large as the scores, and is stored until all sums are added
+# The sum of a shard is as large as the scores, and is stored until all sums are added. So limit the number.
+_MOST_SHARDS = 64
 _FLOPS = 8  # per token and weight: forward 2, backward 4, recomputed forward 2
 
 

@@ -1,6 +1,6 @@
 """A reverse pass through a model with one decoder layer in memory at a time.
 
-The forward pass goes up layer by layer and keeps the input of each. The reverse pass comes down: it
+The forward pass goes up layer by layer and keeps the input of each layer. The reverse pass comes down: it
 loads each layer again, computes it once more, and hands the gradient of its input to the layer below.
 Checkpointing in a whole model (`permille.sensitivity.backward`) does the same operations on the same
 numbers, so the gradients have the same bits.
