@@ -172,7 +172,7 @@ def _activation(settings: Settings, shape: ModelShape) -> Activation:
         # The ignored key may only be absent, null or the usual value.
         settings.require("hidden_activation" if key == "hidden_act" else "hidden_act", "gelu_pytorch_tanh")
     if shape.family is Family.GEMMA and name == "gelu":
-        return Activation.GELU_TANH  # as in transformers: Gemma's first configs say "gelu" but mean this
+        return Activation.GELU_TANH  # as in transformers: Gemma's first configs say "gelu" for this function
     return _ACTIVATIONS[name]
 
 
@@ -190,7 +190,7 @@ def _layers(settings: Settings, shape: ModelShape, positions: int) -> tuple[Laye
 
 
 def _rotated(settings: Settings, shape: ModelShape, windows: tuple[int | None, ...]) -> list[bool]:
-    """Return for each layer whether it applies a rotation."""
+    """Return for each layer whether it rotates queries and keys."""
     if shape.about.rotation is Rotation.WINDOWED and any(window is not None for window in windows):
         return [window is not None for window in windows]
     if shape.about.rotation is not Rotation.SOME:
@@ -198,7 +198,7 @@ def _rotated(settings: Settings, shape: ModelShape, windows: tuple[int | None, .
     interval = settings.size("no_rope_layer_interval", 4)
     flags = settings.flags("no_rope_layers")
     if flags is None:
-        # transformers fills in a missing list by the same rule.
+        # transformers fills in a missing list by this rule.
         flags = [bool((layer + 1) % interval) for layer in range(shape.layers)]
     if len(flags) < shape.layers:
         raise unsupported(f"{shape.layers} no_rope_layers", flags)
@@ -206,7 +206,7 @@ def _rotated(settings: Settings, shape: ModelShape, windows: tuple[int | None, .
 
 
 def _rope(settings: Settings, shape: ModelShape, positions: int) -> Rope:
-    """Read one rotation for all layers.
+    """Read the rotation that all rotated layers share.
 
     `rope_scaling` is the old name of `rope_parameters` and takes precedence.
     """
@@ -265,7 +265,8 @@ def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
     """Return each layer's attention window in tokens. It counts the token itself. None means no limit."""
     kind, count = shape.about.windows, shape.layers
     if kind is Windows.NONE:
-        if shape.about.rotation is Rotation.SOME:  # SmolLM3 has keys for windows, but does not use them
+        # SmolLM3 uses the keys for windows only if `use_sliding_window` is set.
+        if shape.about.rotation is Rotation.SOME:
             settings.require("use_sliding_window", False)
             settings.passed_over(("sliding_window", "layer_types"))
         return (None,) * count

@@ -151,7 +151,7 @@ class Checkpoint:
     def digest(self) -> str:
         """Return a digest of names and contents of `files()`. It is the same on every machine."""
         contents = {name: digest_of_file(inside(self.folder, name)) for name in self.files()}
-        # The prefix separates this digest from digests of other kinds of lists.
+        # Digests of other kinds of data have another prefix, so they never equal this digest.
         return digest_of(b"permille-model-1\0" + canonical_json(contents))
 
     def _headers(self) -> dict[str, Entry]:

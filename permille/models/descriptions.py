@@ -1,9 +1,9 @@
 """Descriptions of model families. One record describes the shapes and the mathematics of a family.
 
 To add a family with known building blocks, add a record. Families differ in the positions of norms, in
-biases, windows, rotations, soft caps and scales. `families` needs a record to read the shapes of a config,
-for every use of a model. `architecture` needs it to read the mathematics, for the light engine. Names of
-tensors and defaults are those of transformers 5.
+biases, windows, rotations, soft caps and scales. Every use of a model needs its shapes, which `families`
+computes from config and record. The light engine also needs the mathematics, which `architecture` computes
+from both. Names of tensors and defaults are those of transformers 5.
 """
 
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ class Rotation(StrEnum):
 
     - LEARNED: a table has a vector for each position.
     - WHOLE: whole heads are rotated.
-    - PART: the first part of a head is rotated. `rotary_pct` gives its share.
+    - PART: the first part of a head is rotated. `rotary_pct` gives its share of the head.
     - SHARE: as PART, but `partial_rotary_factor` gives the share.
     - BY_LAYER: layers with a window have other frequencies than layers with full attention.
     - SOME: `no_rope_layers` selects the rotated layers.

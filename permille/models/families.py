@@ -58,7 +58,7 @@ _EXPERT_TYPES = (
     "gpt_oss",
     "llama4_text",
 )
-# Building blocks of other families that no engine supports.
+# Layers that no engine supports, by the `model_type` of families that need them.
 _MISSING_LAYERS = {
     "falcon_h1": "state-space layers (Mamba)",
     "jamba": "state-space layers (Mamba)",
@@ -125,7 +125,7 @@ def family_of(config: Config) -> Family:
 
     Raises:
         InputError: the family is unknown, or the model is a mixture of experts or already quantized. For an
-            unknown family, the message names the missing part or lists the known families.
+            unknown family, the message says what is not supported, or lists the known families.
     """
     model_type = config.get("model_type")
     if config.get("quantization_config") is not None:

@@ -85,7 +85,7 @@ class LayerStream:
             _empty(module)
 
     def _run(self, tokens_BT: Tensor, replaced: Tensor | None = None) -> Tensor:
-        """Run the model with recorders in place of its layers. The first one returns `replaced` if it is set.
+        """Run the model with recorders in place of layers. If `replaced` is set, the first one returns it.
 
         Without `replaced`, the caller needs only the recorded hidden states, so the model computes only the
         logits of the last token.

@@ -36,7 +36,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str 
     model, info = AutoModelForCausalLM.from_pretrained(
         folder,
         config=AutoConfig.for_model(**config),
-        # How newer and older checkpoints of models with vision name the tensors of the text model.
+        # Remove the prefixes of the text model in newer and older checkpoints of models with vision.
         key_mapping={
             r"^(model\.language_model|language_model\.model)\.": "model.",
             r"^language_model\.lm_head\.": "lm_head.",

@@ -162,7 +162,7 @@ def _llama3(
         raise unsupported("low_freq_factor and high_freq_factor to differ", low)
     context = _context(given, positions)
     wavelength_E = 2 * math.pi / frequency_E
-    # Long waves are stretched by `factor`, short ones keep their length, and those between are interpolated.
+    # Long waves are stretched by `factor`, short waves keep their length, and other waves are interpolated.
     slow_E = np.where(wavelength_E > context / low, frequency_E / factor, frequency_E)
     smooth_E = (context / wavelength_E - low) / (high - low)
     between_E = (1 - smooth_E) * slow_E / factor + smooth_E * slow_E

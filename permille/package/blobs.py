@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlob:
-    """A blob of a listing. `written_at_s` is Unix time; storing the blob again renews it."""
+    """The entry of a blob in a listing. `written_at_s` is Unix time. Storing the blob again renews it."""
 
     digest: str
     size_bytes: int
@@ -221,8 +221,8 @@ class BlobFolder:
         """Store an open file that has no name. Return its digest. The caller must not write to the
         file any more.
 
-        On the file system of the blobs, the file itself becomes the blob, so tens of gigabytes are
-        not copied. Elsewhere a copy is stored.
+        If the file is on the file system of the blobs, the file itself becomes the blob, so tens of
+        gigabytes are not copied. Otherwise, a copy is stored.
         """
         file.seek(0)
         temporary = self.incoming() / f"{secrets.token_hex(8)}.tmp"

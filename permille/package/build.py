@@ -174,7 +174,7 @@ def write_layers(
     *,
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Write the layers of `write_package`. Return the manifest without storing it, so that a caller
+    """Write the layers as `write_package` does, but do not store the manifest. Return it, so that a caller
     can add to it.
 
     Raises:

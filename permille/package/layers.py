@@ -1,7 +1,7 @@
 """Writers of the layers (FORMAT 4). They work tensor by tensor, so a model need not fit into memory.
 
 The same tensors in the same order give the same bytes. `reader` reads the layers. This module defines the
-names that both modules use.
+suffixes of tensor names that both modules use.
 """
 
 import json

@@ -371,9 +371,7 @@ def verify_package(blobs: BlobFolder, digest: str) -> Package:
 
 
 def _needed(blobs: BlobFolder, manifest: Manifest) -> list[Layer]:
-    """Return the layers that must be present: all except a program, which may be missing (FORMAT
-    4.11).
-    """
+    """Return all layers except a program that is not stored. Only a program may be missing (FORMAT 4.11)."""
     return [x for x in manifest.layers if x.role is not Role.PROGRAM or blobs.has(x.digest)]
 
 

@@ -25,7 +25,7 @@ MOST_TOKENS = 1024
 MOST_TOGETHER = 1 << 14  # most tokens of all rows together, since every training evaluates them
 DTYPES = frozenset({"U32", "U8", "F16"})
 _NAMES = ("ids", "spans", "kinds", "named_ids", "named_probabilities")
-# Rounding to half precision changes a probability by a relative 2^-11 at most, so a sum of 1 may exceed 1.
+# Half precision changes a probability by a relative 2^-11 at most, so the sum of a row may exceed 1.
 _LARGEST_SUM = 1.001
 
 

@@ -14,7 +14,7 @@ from permille.choices import choice_of
 
 
 class Scheme(StrEnum):
-    """Coding of weights (FORMAT 4.2). A code has four bits, with INT8 eight, with SOURCE four or eight."""
+    """Coding of weights (FORMAT 4.2). A code has 4 bits. With INT8 it has 8, and with SOURCE 4 or 8."""
 
     NF4 = "nf4"
     INT4 = "int4"

@@ -102,7 +102,7 @@ class _Ranked:
     weights: NDArray[np.float32] | None
 
     def chunks(self) -> Iterator[tuple[int, NDArray[np.uint32]]]:
-        """Yield chunks (first index, ranks). A zero in `weights` has rank 0, and other ranks rise with scores.
+        """Yield chunks (first index, ranks). Zeros in `weights` have rank 0. Other ranks rise with scores.
 
         The bits of non-negative float32 numbers are ordered as the numbers are.
         """

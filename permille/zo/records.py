@@ -93,7 +93,7 @@ def weight_of_rows(coefficients_TQ: NDArray[np.int64]) -> int:
 
 
 def check_weight(weight: int) -> None:
-    """Check that the state of a log stays within 2**53, if `weight` is the log's `sum |c|` (FORMAT 7.3).
+    """Check that the state of a log stays within 2**53. `weight` is the log's `sum |c|` (FORMAT 7.3).
 
     Raises:
         InputError: the state may leave this range.

@@ -40,10 +40,10 @@ ARCHITECTURES = {
 """llama.cpp's architecture of each family. A Mistral file says `llama`, because both compute the same."""
 
 PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
-"""llama.cpp's rule: every n-th layer has no window."""
+"""The number n in llama.cpp's rule that every n-th layer has no window."""
 
 UNROTATED = 4
-"""llama.cpp's rule: every n-th layer of a SmolLM3 has no rotation."""
+"""The number n in llama.cpp's rule that every n-th layer of a SmolLM3 has no rotation."""
 
 # For these, llama.cpp rotates adjacent pairs of a head's numbers, not its two halves (`row_order`).
 _NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)
@@ -53,7 +53,7 @@ _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
 # The 27B models, by their number of layers. They scale scores by `(hidden size / heads) ** -0.5`.
 _BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
 MOST_LAYERS = 4096
-# The factors of Llama 3.1 and of Llama 3.2.
+# The values of `factor` in the scaling of Llama 3.1 and of Llama 3.2.
 _LLAMA3_FACTORS = (8.0, 32.0)
 
 

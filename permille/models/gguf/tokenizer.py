@@ -38,13 +38,14 @@ SPLITS = {
     "refact": ((DIGITS, GPT2), False),
     "smaug-bpe": ((_GPT4,), False),
 }
-"""Split rules by llama.cpp's names. Each has patterns, and tells whether a word that is a token is taken
-without merging (`ignore_merges`)."""
+"""Split rules by llama.cpp's names. Each has patterns and the flag `ignore_merges`. If the flag is set, a
+word that is itself a token is taken without merging."""
 
 _NORMALIZED = frozenset({"qwen2"})
 _MOST_MERGES = 1 << 20  # Gemma has some 580,000
 _MOST_LETTERS = 256
-"""The most letters in a token of `llama`. The file is untrusted, and long tokens take long to split."""
+"""The largest length of a token of a `llama` tokenizer. The file is untrusted, and long tokens take long to
+split."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, Any]:
@@ -191,7 +192,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     if any(len(pair) != 2 for pair in merges):
         raise file.refused("has a merge that is not of two tokens")
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    # The tokenizers library refuses a whole file for one merge of unknown tokens.
+    # The tokenizers library refuses a file with a merge of unknown tokens, so name the merge here.
     for left, right in merges:
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise file.refused(f"merges {left!r:.40} and {right!r:.40}, which make no token")
