@@ -186,7 +186,7 @@ def checked_text(text: object) -> str | BadRow:
 def _plain_texts(path: Path, report: ReadReport) -> Iterator[str]:
     """Yield texts of whole paragraphs. Each has at least `TEXT_CHARACTERS`, except for the last.
 
-    A text of `LARGEST_ROW` characters or more ends after a line, even if that is inside a paragraph.
+    When a text reaches `LARGEST_ROW` characters, it ends after the current line, even inside a paragraph.
     In the report, a text counts as a row, and so does a bad line.
     """
     paragraphs = ""

@@ -56,7 +56,7 @@ class Rule(StrEnum):
     TRIMMED = "trimmed"
 
 
-# A sum over fewer devices reveals much about each. Operators and devices must allow it by a flag.
+# A sum over fewer devices reveals much about each device. Operators and devices must allow it by a flag.
 FEW_DEVICES: Final = 10
 
 

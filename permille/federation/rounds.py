@@ -1,8 +1,8 @@
 """Rounds: the rule that combines the integers of many devices, and the history (FORMAT 13.3, 13.4).
 
 A round adds up the integers of its devices, so order, machine and threads do not matter. The sum is
-divided by the number (or weight) of the devices, and rounded half to even. If there is a clip, a
-longer vector of a device is scaled down to it before the sum, and rounded toward zero. The rounded
+divided by the number (or weight) of the devices, and rounded half to even. If a device's vector is
+longer than the clip, it is scaled down to the clip before the sum, and rounded toward zero. The rounded
 quotients are published, so anyone can replay the history like a log.
 
 Shapes: M = devices, K = steps of a round, J = directions of a step of the history, W = masked

@@ -6,8 +6,8 @@ blocks, in several threads, before it returns the first tensor of these layers. 
 before anything is computed with it. Damage that comes later is found by the next process, or by a caller
 of `damaged_blocks`.
 
-A Merkle tree was considered. It would help only readers that fetch single blocks of a layer, and
-there are none.
+A Merkle tree was considered. It would help only readers without the whole list of hashes, and every
+reader has the list.
 """
 
 import hashlib

@@ -16,8 +16,8 @@ class PruningMethod(StrEnum):
     """Method of choosing the weights to remove.
 
     MAGNITUDE removes the smallest weights. WANDA removes the weights whose size times the norm of their input
-    is smallest (Sun et al., 2023). SPARSEGPT adjusts the later weights of a row for each weight that it
-    removes, and removes the weights for which this leaves the smallest error (Frantar and Alistarh, 2023).
+    is smallest (Sun et al., 2023). When SPARSEGPT removes a weight, it adjusts the later weights of the row.
+    It removes the weights for which the error after this adjustment is smallest (Frantar and Alistarh, 2023).
     """
 
     MAGNITUDE = "magnitude"

@@ -35,7 +35,7 @@ def prune_linear(
     if per_row:
         # Wanda, equation 1: |w| times the norm of its input.
         score_NK = score_NK * gram_KK.diagonal().sqrt()
-    # Wanda compares weights within an output, magnitude within the whole matrix.
+    # Wanda compares the weights of one output. Magnitude compares all weights of the matrix.
     count = int((weight_NK.shape[1] if per_row else weight_NK.numel()) * rate)
     return weight_NK.masked_fill(prune_mask(score_NK, weight_NK == 0, count, pattern, per_row=per_row), 0.0)
 
@@ -120,7 +120,7 @@ def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern
 
 
 def _inverse_factor(gram_KK: Tensor, dead_K: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse. Raise the damping until the factor exists."""
+    """Return the upper Cholesky factor of the inverse of the Gram matrix, damped until the factor exists."""
     damping = _DAMPING
     while True:
         damped_KK = gram_KK.clone()

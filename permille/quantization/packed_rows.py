@@ -38,7 +38,7 @@ class PackedRows:
     Attributes:
         packed: uint8, as in `QuantizedTensor`. It may be a read-only map of the package's file.
         scales: float32, one for each group.
-        codes: the table, float32 [16]. Empty for BYTES.
+        codes: the table of SHARED and SHIFTED, float32 [16]. Empty for BYTES.
         minima: float32, one for each group of SHIFTED, else empty.
         line: the number of weights in a line. A new group begins with each line. A line is a row, or for nf4,
             the whole matrix.
@@ -93,7 +93,7 @@ class PackedRows:
 
 
 def decode_rows(weight: PackedRows, first: int, last: int) -> NDArray[np.float32]:
-    """Decode rows `first` to `last`: float32 [R, K]."""
+    """Decode the rows from `first` up to, but not including, `last`: float32 [R, K]."""
     columns = weight.shape[1]
     start, stop = first * columns, last * columns
     w_RK: NDArray[np.float32]

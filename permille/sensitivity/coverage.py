@@ -1,8 +1,7 @@
 """Evidence for a mask, as plain dicts for JSON, without NaN, infinity or arrays.
 
-- `curve`: for several fractions of the weights, the share of the total score that the best weights hold, if
-  this fraction is taken. Figure 2 of "Zeroth-order fine-tuning of LLMs with extreme sparsity" shows such a
-  curve.
+- `curve`: the share of the total score that the best weights hold, for several fractions of all weights.
+  Figure 2 of "Zeroth-order fine-tuning of LLMs with extreme sparsity" shows such a curve.
 - `coverage`: the share of the total score that the weights of a mask hold, also by tensor. With scores of
   another text, it shows whether the mask of a corpus also covers the gradients of a task (figure 3).
 

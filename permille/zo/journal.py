@@ -3,9 +3,9 @@
     with Journal.create(path, header) as journal:
         journal.append(record)      # durable on return
 
-Opening a journal recovers it: the unfinished record of a crash is cut off. Damage before a whole record
-cannot come from a crash and is refused. A lock on the file admits one writer at a time. The operating system
-releases the lock when the process ends.
+Opening a journal recovers it: the unfinished record of a crash is cut off. If a whole record follows a
+damaged one, the damage cannot come from a crash, and the journal is refused. A lock on the file admits one
+writer at a time. The operating system releases the lock when the process ends.
 """
 
 import fcntl
@@ -215,7 +215,8 @@ def parse_journal(data: bytes, path: Path) -> JournalContents:
     """Parse a journal's bytes. `path` is for the messages.
 
     Raises:
-        PackageError: `journal-header` (no whole header) or `journal-corrupt` (damage before a whole record).
+        PackageError: `journal-header` (no whole header) or `journal-corrupt` (a whole record follows a
+            damaged one).
     """
     header, position = _parse_header(data, path)
     seed = _entry_seed(header)
@@ -223,7 +224,7 @@ def parse_journal(data: bytes, path: Path) -> JournalContents:
     while (payload := _payload_at(data, position, seed)) is not None:
         records.append(_read_record(payload, header, len(records), path))
         position += _SIZE.size + len(payload) + _CRC.size
-    # FORMAT 8.4: a crash leaves no whole record behind the unfinished one, so a whole one there means damage.
+    # FORMAT 8.4: after a crash, no whole record follows the unfinished one. If one does, the file is damaged.
     if any(_payload_at(data, offset, seed) is not None for offset in range(position + 1, len(data))):
         raise PackageError(
             "journal-corrupt",

@@ -2,7 +2,7 @@
 
 `w = fp32(float64(w_base) + 2**e * s)`. An update is `s += c * z` with integers, so updates are exact and
 associative: they can be applied, split, merged and undone in any order. Nothing saturates. An update
-that would leave the range is refused.
+that could move an integer of the state beyond 2**53 is refused.
 
 Shapes: K = masked weights of all tensors.
 """
@@ -80,7 +80,7 @@ def perturbed_pairs(
     z_QK: NDArray[np.int8],
     scale: float,
 ) -> NDArray[np.float32]:
-    """Return the rows +z_0, -z_0, +z_1, ... of all queries, as `perturbed` gives them: [2q, k].
+    """Return the weights moved along +z_0, -z_0, +z_1, ..., with the bits that `perturbed` gives: [2q, k].
 
     All rows take one pass over the state.
 
