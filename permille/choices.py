@@ -42,7 +42,7 @@ class Method(StrEnum):
 
 
 class EstimatorKind(StrEnum):
-    """Method of computing the scalars of a step.
+    """Method of computing the scalars of a step, one for each direction.
 
     Replay does not need the estimator. It reads `directions`, `first_tensor` and `split` of the header.
     For `GRADIENT`, the device computes a change of the weights from a gradient. The scalars are the

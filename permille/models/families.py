@@ -29,7 +29,7 @@ class LayerPart(StrEnum):
 
 
 SCOPE_PATTERN = r"all|attention|mlp|layers:[0-9]{1,5}(-[0-9]{0,5})?"
-"""The forms of a scope, for schemas: everything, one part of every layer, or a range of layers from 0."""
+"""The forms of a scope, for schemas: everything, one part of every layer, or a range of layers (from 0)."""
 
 # The order fixes the tensor ids of packages and logs, so it must never change.
 _ROLES = {

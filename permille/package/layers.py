@@ -119,12 +119,13 @@ def random_matrix(rank: int, columns: int, *, key: tuple[int, int]) -> NDArray[n
 
 
 def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence[str]) -> Layer:
-    """Write the values of the masked weights in the model's own dtype, one 1-D tensor per weight
-    (FORMAT 4.5).
+    """Write the values of the masked weights in the model's own dtype (FORMAT 4.5).
+
+    Each quantized tensor gets one 1-D tensor of values.
 
     Args:
-        values: one tensor for each name of `order`, in that order. A tensor is empty if its weight has
-            no masked positions.
+        values: one tensor for each name of `order`, in that order. It is empty if the quantized tensor has
+            no masked weights.
 
     Raises:
         InputError: the tensors have other names or another order, or one is not 1-D.

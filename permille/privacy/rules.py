@@ -15,7 +15,8 @@ from permille.zo.header import check_range
 
 # The fewest devices whose masks a keeper sums.
 KEEPER_MINIMUM: Final = 32
-# The largest standard deviation of the noise in an integer: 16 deviations are 2**30.
+# The largest standard deviation of the noise in an integer. Noise practically never exceeds 16 deviations,
+# which are 2**30, so it fits into 32 bits.
 LARGEST_DEVIATION: Final = 1 << 26
 # A gain is at most a tenth of the clip, so the gains of 2**16 devices add up to at most 2**30 - 2**16. The
 # sum of the masked integers, which includes the noise, then fits into 32 bits.

@@ -7,7 +7,7 @@ Quantization ignores masks. At a masked position, a layer computes with the trai
 code. All schemes give the same codes on every machine. They need little memory besides input and output.
 Also:
 
-- a group of zeros decodes to zeros, and has scale 0 if it has a scale;
+- a group of zeros gets scale 0, and decodes to zeros;
 - NaN and infinity are refused with the tensor's name.
 """
 
