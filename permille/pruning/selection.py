@@ -120,7 +120,7 @@ def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern
 
 
 def _inverse_factor(gram_KK: Tensor, dead_K: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of the inverse of the Gram matrix, damped until the factor exists."""
+    """Damp the Gram matrix until its inverse has a Cholesky factor. Return the upper factor."""
     damping = _DAMPING
     while True:
         damped_KK = gram_KK.clone()

@@ -69,7 +69,7 @@ def sequence_loss(model: "PreTrainedModel", tokens_T: NDArray[np.int64], sequenc
 
 @contextlib.contextmanager
 def _only_trainable(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Let only `names` require a gradient. Autograd then keeps no graph below the lowest layer of these."""
+    """Let only `names` require a gradient. Autograd then keeps no graph below the lowest named layer."""
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     wanted = set(names)
     try:

@@ -79,7 +79,7 @@ def weight_of(record: StepRecord) -> int:
 
 
 def weight_of_rows(coefficients_TQ: NDArray[np.int64]) -> int:
-    """Return `sum |c|` over many steps, or some number above the limit of FORMAT 7.3 if the sum is, too."""
+    """Return `sum |c|` over many steps. If that exceeds `STATE_LIMIT`, return any number above the limit."""
     total = 0
     for first in range(0, len(coefficients_TQ), _ROWS):
         rows_TQ = coefficients_TQ[first : first + _ROWS]

@@ -47,7 +47,7 @@ def take_step(
 def rounded_step(
     loss: float, projected_grad_Q: NDArray[np.float64], header: LogHeader, step: int, *, normalised: bool
 ) -> StepRecord:
-    """Round the projected gradients of one step to its record. Argument and result are as in `take_step`."""
+    """Round the projected gradients of one step to its record. For `normalised`, see `take_step`."""
     rejected = StepRecord(step=step, coefficients=(0,) * header.queries, loss=loss, flags=StepFlag.REJECTED)
     # A rejected step keeps its number, so the directions of later steps stay the same.
     if not (math.isfinite(loss) and np.isfinite(projected_grad_Q).all()):

@@ -1,4 +1,4 @@
-"""A model folder made from a GGUF file, together with this file, from which a package takes quantized codes.
+"""The folder of a converted model and its GGUF file, from which a package takes quantized codes.
 
 model = KeptModel(Checkpoint(folder), Path("model.gguf"))
 model.codes("model.layers.0.mlp.up_proj.weight")

@@ -268,7 +268,7 @@ def _rope(file: GgufFile, arch: str, family: Family, head: int, positions: int) 
 
 
 def _llama3(file: GgufFile, theta: float, head: int, positions: int) -> dict[str, Any]:
-    """Find the `llama3` scaling that gives the frequency divisors in the file, which names no scaling."""
+    """Find the `llama3` scaling that gives the file's frequency divisors. The file does not name it."""
     place = file.tensors[ROPE_FACTORS]
     if place.shape != (len(range(0, head, 2)),):  # checked before its numbers are read
         raise file.refused(f"has {ROPE_FACTORS!r} of shape {list(place.shape)}, for heads of {head}")
