@@ -49,13 +49,13 @@ from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_n
 from permille_agent.training.steps import SelectedState, Stop
 
 PIECE_TOKENS = 64
-"""Targets per piece of a long row. A test needs 20 pieces, and 2,000 tokens of text give about 30."""
+"""Approximate number of targets per piece. A test needs 20 pieces, and 2,000 tokens of text give about 30."""
 _LOWER_RATE = "lower the rate with --rate-scale 0.1, or add more text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenModel:
-    """A model that can be evaluated. `row_tokens` is the length of its longest row."""
+    """A model that can be evaluated. `row_tokens` is the largest number of tokens in one of its rows."""
 
     engine: Engine
     values_K: NDArray[np.float32]
@@ -284,7 +284,8 @@ def _losses_beside_active(
 class _Part:
     """Rows that judge a state.
 
-    In `rows`, `document_T` holds the document of each token. In `grouped`, it holds the compared group.
+    In `rows`, `document_T` holds the index of each token's document. In `grouped`, it holds the index of the
+    group in which the token is compared.
     """
 
     rows: list[Row]
@@ -315,7 +316,7 @@ def _parts(run: Run) -> list[_Part]:
 
 def _compared(first: DocumentLosses, second: DocumentLosses, number: int, least: int) -> Comparison:
     """Compare the losses of two models on the same text, in nats per token of the second model."""
-    # A piece at the end of a row may be too short, and is then merged with its neighbour.
+    # A piece with too few targets is merged with its neighbour.
     group_D = merged(second.tokens_D, least)
     first, second = summed(first, group_D), summed(second, group_D)
     bytes_a_token = second.bytes_D.sum() / second.tokens_D.sum()
@@ -346,7 +347,7 @@ def _passage_losses(documents: Sequence[Document], model: OpenModel) -> Document
 def _losses(run: Run, name: str, values_of: Callable[[int], NDArray[np.float32]]) -> DocumentLosses:
     """Return the loss of each piece of the test split.
 
-    `values_of(n)` returns the sparse values of the model that part n judges.
+    `values_of(n)` returns the masked weights' values in the model that part n judges.
     """
 
     def measure() -> DocumentLosses:

@@ -180,7 +180,7 @@ def store_best_state(run: Run, header: LogHeader, number: int, s_K: NDArray[np.i
 
 
 def packed_state(header: LogHeader, s_K: NDArray[np.int64]) -> bytes:
-    """Encode a personal state, bound to the package and the mask of a log's header (FORMAT 11)."""
+    """Encode a personal state with the digests of its package and mask, which `header` names (FORMAT 11)."""
     of_state = StateHeader(
         package_digest=header.package_digest,
         mask_digest=header.mask_digest,

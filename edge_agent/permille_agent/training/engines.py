@@ -21,7 +21,7 @@ class RunInterrupted(PermilleError):  # noqa: N818 - it is not a fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUsed:
-    """Contents of `engine.json`: the engine of a run, as in `permille.engines.interface.EngineInfo`."""
+    """Contents of `engine.json`: the fields of `permille.engines.interface.EngineInfo`."""
 
     name: str
     version: str
@@ -71,7 +71,7 @@ class EngineChoice:
         return replace(self, name=name) if self.name == AUTO else self
 
     def for_any_package(self) -> "EngineChoice":
-        """Return a choice that opens every package. Some engines need int4 weights or a program."""
+        """Return a choice that opens every package. Two engines need int4 weights or a program."""
         return replace(self, name=AUTO) if self.name in (LIGHT_INT8, EXECUTORCH) else self
 
 

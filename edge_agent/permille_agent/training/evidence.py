@@ -8,7 +8,8 @@ margin". If the hypothesis is true, the expected wealth does not grow (Waudby-Sm
     W = mean over bets b of  product over groups of  max(0, 1 + b (gain_g - margin))
 
 and under the hypothesis, `W >= 1 / alpha` has a probability of at most alpha. This holds for any skew of the
-gains, if groups are independent and no gain is below `MARGIN - 1 / b`, about -0.66 nats per token.
+gains, if groups are independent and no gain is below `margin - 1 / b` for the largest bet b. With the values
+below, this bound is about -0.66 nats per token.
 
 A bootstrap would not be safe, because it knows only the observed groups. If one group in twenty becomes much
 worse, a bootstrap adopts two to four of ten useless models.
@@ -120,13 +121,13 @@ def log_e_value(gain_G: NDArray[np.float64], margin: float) -> float:
     """Return the natural logarithm of W for the hypothesis "the mean gain is at most `margin`"."""
     with np.errstate(divide="ignore"):
         wealth_B = np.log(np.maximum(1.0 + _BETS_B1 * (gain_G - margin), 0.0)).sum(axis=1)
-    largest = float(wealth_B.max())  # subtracted, because `exp` of it would overflow
+    largest = float(wealth_B.max())  # subtracted, because `exp` of it could overflow
     return largest if math.isinf(largest) else largest + math.log(float(np.exp(wealth_B - largest).mean()))
 
 
 def _surely_above(gain_G: NDArray[np.float64], wanted: float) -> float:
-    """Return the largest margin that the e-value rejects, to a thousandth of a nat."""
-    # The e-value falls with the margin, so bisection finds it.
+    """Return the largest margin that the mean gain surely exceeds, to a thousandth of a nat."""
+    # The e-value falls as the margin grows, so bisection finds the largest margin.
     low, high = -_WIDEST, _WIDEST
     while high - low > 1e-3:
         middle = (low + high) / 2

@@ -51,7 +51,7 @@ class Start(StrEnum):
     """Model that a run starts from.
 
     `ACTIVE` is the active model if it belongs to the package, else the package's pooled state, else
-    the base.
+    the base. `find_start` has exceptions, for example for short texts.
     """
 
     ACTIVE = "active"
@@ -249,7 +249,7 @@ def choose_method(
 
     1. The user names a method, on the command line or in the policy.
     2. The user shares logs. Only zeroth order writes a log.
-    3. The engine has no reverse pass, as with ExecuTorch's programs.
+    3. The engine is ExecuTorch, which has no reverse pass.
     4. The installed release names a method.
     5. The default is the gradient.
 

@@ -92,7 +92,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogFacts:
-    """Metrics of the steps up to the selected state.
+    """Metrics of the selected state and of its descent.
 
     Attributes:
         personal_bytes: size of the log, or of a gradient run's packed state.

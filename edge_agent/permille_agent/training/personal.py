@@ -1,7 +1,7 @@
 """The personal model of a run, and the state that a run starts from.
 
-Journal, cache and packed state hold the state at full strength. The model in use has the strength that the
-decision chose: the number of eighths of the state that are kept.
+The files of a run hold its state at full strength. The model in use has the strength that the decision chose:
+the number of eighths of the state that are kept.
 
 `state.i64` is a cache of the journal's replay. If its digest is not the one in the decision, the journal is
 replayed. The result must have the digest in the decision. So a flipped bit is found before a model is used.
@@ -45,9 +45,9 @@ from permille_agent.training.run import (
 
 
 def model_values(home: Home, active: Active, package: Package) -> NDArray[np.float32]:
-    """Return the sparse values of the active model, float32 [k].
+    """Return the values of the masked weights in the active model, float32 [k].
 
-    Without a run, these are the values of the package's pooled state, or of its base if it has none.
+    If the active model has no run, it is the package's pooled state, or the base if the package has none.
 
     Raises:
         OperatorError: the run is gone.
@@ -72,7 +72,7 @@ def pooled_start(package: Package) -> StartState | None:
 
 
 def personal_state(home: Home, run: str, package: Package) -> StartState:
-    """Return the state of a run at the decision's strength.
+    """Return the state of a run at the strength that the decision chose.
 
     Raises:
         OperatorError: the run is gone.
@@ -172,7 +172,8 @@ def start_state(home: Home, package: Package, start: str | None) -> StartState |
     """Return the state that `find_start` has named.
 
     Raises:
-        OperatorError, PackageError: as `personal_state`.
+        OperatorError: the run is gone, or another round was adopted since.
+        PackageError: the state is damaged, or belongs to another package.
     """
     if start is None:
         return None
@@ -191,7 +192,7 @@ def start_state(home: Home, package: Package, start: str | None) -> StartState |
 def _has_values_of(package: Package, other: str) -> bool:
     """Return whether two packages are equal, or differ only in the pooled state.
 
-    Such packages have the same base values, so a state of one is a state of the other.
+    Such packages have the same base values, so a state of one fits the other, too.
     """
     if other == package.digest:
         return True

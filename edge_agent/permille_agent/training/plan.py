@@ -2,12 +2,13 @@
 
 With a time limit, a few steps and a short evaluation are timed. Then the time is divided:
 
-- at most a quarter for the search,
+- about a quarter at most for the search for the step size, which only zeroth order needs,
 - about a fifth of the training time for evaluations,
 - the expected time of the judgement, within bounds,
 - the rest for steps.
 
-A short text has no select split. All planned steps are made, and a few evaluations detect divergence.
+A short text has no select split. Then all planned steps are made, even past the time limit. A few evaluations
+only detect divergence.
 """
 
 import math
@@ -28,13 +29,14 @@ EVALUATIONS = 20  # number of evaluations of the select split during a run
 FEWEST_EVALUATIONS = 4  # with fewer, a descent that diverges would be found too late
 TRIAL_SHARE = 10  # a trial has a tenth of the run's steps
 TRIAL_STEPS = (5, 40)  # fewest and most steps of a trial
-SEARCH_SHARE = 0.25  # largest part of the time for the search
-EVALUATION_SHARE = 0.2  # largest part of the training time for evaluations
+SEARCH_SHARE = 0.25  # part of the time that is planned for the search, which may take longer
+EVALUATION_SHARE = 0.2  # part of the training time for evaluations, if that is enough for the fewest
 JUDGEMENT_SHARE = (0.05, 0.4)  # smallest and largest part of the time for the judgement
-TRIALS = 4  # trials of a typical search
-JUDGED = 3  # models that are judged: base, selected and often active model
-TIMED_ROWS = 8  # rows that are evaluated to measure the time per token
-# Gradient runs make at most this many passes over the text, but at least `LEAST_STEPS` if time allows.
+TRIALS = 4  # number of trials of a typical search
+JUDGED = 3  # number of models that the judgement evaluates: the base, the new one, and often the active one
+TIMED_ROWS = 8  # number of rows that are evaluated to measure the time per token
+# Gradient runs with a time limit make at most this many passes over the text, or `LEAST_STEPS` steps if these
+# are more.
 PASSES = 8
 LEAST_STEPS = 40
 # Placeholder for epsilon in the header of a gradient run, which perturbs no weights.
@@ -49,12 +51,12 @@ class Plan:
         epsilon: scale of the perturbations.
         relative_error: relative error of the projected gradients at this epsilon.
         learning_rate: learning rate of the first descent.
-        losses: loss of each trial of the search, by the exponent of its learning rate (`StepSize`).
-        base_loss: loss of the start on the select split.
-        total_steps: number of steps of the first descent on the whole train split, over which the learning
-            rate falls.
+        losses: loss of each trial of the search. The keys are the exponents p of `StepSize`.
+        base_loss: loss of the start on the select split, or on the test split of a short text.
+        total_steps: planned number of steps of the first descent. For a short text, this is the first descent
+            on the whole text. The learning rate falls over these steps.
         evaluate_every: number of steps between evaluations.
-        limit_s: working time after which no step is made, in seconds, or None.
+        limit_s: seconds of working time after which no step is made, or None for no limit.
     """
 
     epsilon: float
@@ -72,10 +74,10 @@ class Budget:
     """Division of a run into its phases.
 
     Attributes:
-        steps: steps of the run.
-        trial_steps: steps of each trial of the search.
+        steps: number of steps of the run.
+        trial_steps: number of steps of each trial of the search.
         evaluations: approximate number of evaluations.
-        limit_s: working time after which no step is made, in seconds, or None.
+        limit_s: seconds of working time after which no step is made, or None for no limit.
     """
 
     steps: int
@@ -105,7 +107,7 @@ def make_plan(run: Run) -> Plan:
 
 
 def forecast(run: Run, plan: Plan) -> str | None:
-    """Describe the duration and the number of steps. Return None for a run without a time limit."""
+    """Describe the duration of a step and the number of steps. Return None for a run without a time limit."""
     pace, minutes = run.folder.load("search-pace", Pace), run.options.minutes
     if pace is None or minutes is None:
         return None
@@ -147,7 +149,7 @@ def budget_of_time(
         step_s: seconds of one step.
         evaluation_s: seconds of one evaluation on the select split.
         judgement_s: seconds of one model's evaluation on the test split.
-        trials: trials of the search for a learning rate. A gradient run has none.
+        trials: number of trials in the search for a learning rate. A gradient run has none.
         most_steps: largest number of steps. More steps would overfit the text.
     """
     least, most = JUDGEMENT_SHARE
@@ -185,7 +187,7 @@ def _plan(run: Run) -> Plan:
                 f"All trained weights of the package are 0, so there is no learning rate (got {rate})."
             )
         run.progress.phase("measuring the first loss")
-        base_loss(run)  # ends the run if the loss is not finite, before time is spent on measuring
+        base_loss(run)  # ends the run if the loss is not finite, before the pace is measured
         budget = _budget(run, epsilon)
     little = bool(run.prepared.stages)
     evaluations = FEWEST_EVALUATIONS if little else budget.evaluations
@@ -217,7 +219,7 @@ def _budget(run: Run, epsilon: float) -> Budget:
 
 
 def _most_steps(run: Run) -> float:
-    """Return the largest number of steps that does not overfit. Zeroth order is too slow to overfit."""
+    """Return the largest number of steps that does not overfit. Zeroth order learns too slowly to overfit."""
     if run.options.has_log:
         return math.inf
     return max(LEAST_STEPS, math.ceil(PASSES * len(run.prepared.train) / run.options.batch_rows))
@@ -226,7 +228,7 @@ def _most_steps(run: Run) -> float:
 def _trainings(run: Run) -> float:
     """Return the number of steps of all trainings of a run, divided by the steps of the final training.
 
-    Only a short text has more than one training.
+    Only a short text has more than one training: one for each judged part, and the final one.
     """
     return 1.0 + sum(len(stage.train) for stage in run.prepared.stages) / len(run.prepared.train)
 

@@ -32,7 +32,7 @@ class RunProgress(Protocol):
         """Report that step `done` of `total` is durable, with the loss of its batch."""
 
     def evaluated(self, step: int, loss: float, first_loss: float) -> None:
-        """Report that the select split was evaluated before step `step`."""
+        """Report the loss on the select split before step `step`, with the loss of the start."""
 
 
 class SilentProgress:
@@ -90,7 +90,7 @@ class Standing:
 
 
 def read_progress(home: Home) -> Standing | None:
-    """Read the progress of the running training, or None if none is running."""
+    """Read the progress of the running training. Return None if no training is running."""
     try:
         standing = read_record(home.progress, Standing)
     except OperatorError:

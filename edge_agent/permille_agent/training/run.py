@@ -3,9 +3,9 @@
     run.json             package, data and options of the run, and its random id for reports
     data.json            sources of the text, and examples of skipped rows
     learned.json         groups of a short text (`Document.group`), all of which have trained the state
-    consent.json         number of withdrawals when the user agreed to share the log
+    consent.json         number of withdrawals of consent when the run began, if its log or state is shared
     engine.json          engine of the run
-    search-*.json        results of the search
+    search-*.json        results of the search for epsilon and the step size
     plan.json            epsilon, step size and number of steps
     descent-<n>.journal  step log of a zeroth-order descent (permille.zo.journal)
     descent-<n>.moments  Adam's state of a gradient descent
@@ -13,7 +13,7 @@
     descent-<n>.jsonl    losses on the select split, one line per evaluation
     general.json         loss on general text, and the strength that keeps it low
     time.json, stop.json working time, and the step at which the time limit ended the run
-    losses-*.json        losses of the test split by document
+    losses-*.json        losses of each judged model on the test split, by piece of text
     decision.json        the decision, with its numbers and its reason
     state.i64            selected state at full strength, a cache of the journal's replay
     shared.log           log or packed state that the user shares, until the report is queued
@@ -21,7 +21,8 @@
 
 Each result is a function of the run's definition and of earlier results. It is written once and atomically,
 before other results depend on it. So a killed run that is started again computes only the missing
-results. All results have the same bits as without the kill.
+results. All results have the same bits as without the kill. Runs with a time limit are an exception: their
+number of steps depends on measured times.
 """
 
 import hashlib
@@ -63,6 +64,7 @@ from permille_agent.training.progress import SILENT, RunProgress
 class Evaluation:
     """Loss on the select split before step `step`. None replaces a loss that is not finite.
 
+    A short text has no select split, so some training rows are evaluated instead.
     `seconds` is the working time of the run so far. It is only displayed, and does not affect the run.
     """
 
@@ -72,7 +74,7 @@ class Evaluation:
 
 
 POOLED_START = "pooled"
-"""Name of the pooled state as a start. Names of runs are hexadecimal, so no run has this name."""
+"""The `start` of runs that start from the pooled state. No run has this name: names are hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,8 @@ class RunDefinition:
         package: digest of the package.
         data: digest of the rows.
         options: options of the run.
-        start: run whose state is the start, or `POOLED_START`, or None for the base.
+        start: name of the run or the adopted round whose state is the start, `POOLED_START`, or None for the
+            base.
     """
 
     package: str
@@ -92,7 +95,7 @@ class RunDefinition:
     start: str | None = None
 
     def name(self) -> str:
-        """Return the name of the run's folder, a hash. The same command finds its run by this name."""
+        """Return the name of the run's folder, a hash. By this name, a repeated command finds its run."""
         definition: JSON = {
             "package": self.package,
             "data": self.data,
@@ -113,7 +116,7 @@ class BegunRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedText:
-    """Contents of `learned.json`: groups that judged the state and then trained it.
+    """Contents of `learned.json`: groups of a short text, which judged the state and then trained it.
 
     These groups are left out when a later state is compared with this one.
     """
@@ -123,7 +126,7 @@ class LearnedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedTo:
-    """Contents of a run's `consent.json`: the count of withdrawals when the user consented."""
+    """Contents of a run's `consent.json`: the count of withdrawals when the user agreed to share."""
 
     withdrawals: int = 0
 
@@ -145,7 +148,7 @@ class TimeSpent:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A folder below `runs/`. Make it with `open_run` or `find_run`."""
+    """The folder of a run, below `runs/`. Get it from `open_run` or `find_run`."""
 
     path: Path
 
@@ -200,7 +203,7 @@ class RunFolder:
         shutil.rmtree(path)
 
     def begun(self, descent: int) -> bool:
-        """Return whether a descent has a log or moments."""
+        """Return whether a descent has begun, so that it has a journal or moments."""
         return self.journal(descent).exists() or self.moments(descent).exists()
 
     def moments(self, descent: int) -> Path:
@@ -291,12 +294,12 @@ def named_run(home: Home, name: str) -> RunFolder:
 def list_runs(home: Home) -> list[RunFolder]:
     """Return all runs, the oldest first."""
     found = [RunFolder(path) for path in home.runs.iterdir() if (path / "run.json").is_file()]
-    # `run.json` is written only once, so its time is the beginning of the run.
+    # `run.json` is written only once, so its time of modification is the beginning of the run.
     return sorted(found, key=lambda run: ((run.path / "run.json").stat().st_mtime_ns, run.name))
 
 
 def prune_runs(home: Home, *, keep: set[str], newest: int = 5) -> list[str]:
-    """Delete all runs except the `newest` and those in `keep`. Return the names of the deleted runs."""
+    """Delete all runs except the last `newest` ones and those in `keep`. Return the deleted names."""
     runs = list_runs(home)
     deleted = [run for run in runs[: max(0, len(runs) - newest)] if run.name not in keep]
     for run in deleted:
@@ -336,7 +339,7 @@ class RunClock:
         self._folder.store("time", TimeSpent(seconds=self.seconds()))
 
     def passed(self, descent: int, step: int, limit_s: float | None) -> bool:
-        """Return whether the time limit has passed before this step. None means no limit."""
+        """Return whether the time limit has passed before this step. A `limit_s` of None means no limit."""
         if limit_s is None:
             return False
         if self._stop is None and self.seconds() >= limit_s:
@@ -366,7 +369,7 @@ class Run:
 
     Attributes:
         prepared: rows of the text.
-        w_base_K: sparse values to which the state is added.
+        w_base_K: values of the masked weights in the base. The state is added to them.
         start: state before the first step, or None for the base.
         reference: general text of the package. It pulls steps towards the base, and measures forgetting.
     """
@@ -388,7 +391,7 @@ class Run:
         return self.start is not None and self.start.is_candidate and not self.prepared.stages
 
     def first_values(self) -> NDArray[np.float32]:
-        """Return the sparse values before the first step, float32 [k]."""
+        """Return the values of the masked weights before the first step, float32 [k]."""
         if self.start is None:
             return self.w_base_K
         return values(self.w_base_K, self.start.s_K, self.start.step_unit_exponent)
@@ -417,7 +420,7 @@ class Run:
             InputError: neither this tensor nor a later one has masked weights.
         """
         counts, first = self.package.counts, self.options.first_layer
-        # Every decoder layer has the same number of linears.
+        # Every decoder layer has the same number of linear layers.
         tensor = first * (len(counts) // int(self.package.config["num_hidden_layers"]))
         if not sum(counts[tensor:]):
             raise InputError(f"No masked weight is in layer {first} or above. Name a lower --first-layer.")
@@ -437,7 +440,7 @@ class Run:
         total_steps: int = 1,
         schedule: Schedule = Schedule.CONSTANT,
     ) -> Descent:
-        """Return the description of a descent. Its step unit is not fitted yet."""
+        """Return the description of a descent. Its step unit is not yet fitted to the learning rate."""
         split, options = None, self.options
         groups = options.estimator in (EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED)
         if options.estimator is EstimatorKind.SPLIT:
@@ -458,7 +461,8 @@ class Run:
             step_unit_exponent=0,
             counts=self.package.counts,
             split=split,
-            # A gradient run has no log. It sets the gradient of the layers below to 0 (`durable_steps`).
+            # A gradient run has no log. It sets the gradient of layers below `first_layer` to 0
+            # (`durable_steps`).
             first_tensor=self.first_tensor if options.has_log else 0,
         )
         return Descent(header=header, w_base_K=self.w_base_K)
@@ -474,7 +478,7 @@ class Run:
 
 
 def widest_block(header: LogHeader) -> int:
-    """Return the largest number of directions in a block. This block has the smallest coefficients."""
+    """Return the number of directions of the largest block. This block has the smallest coefficients."""
     sizes: list[int] = [queries.stop - queries.start for queries, _ in header.blocks()]
     return max(sizes)
 

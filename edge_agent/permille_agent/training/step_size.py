@@ -50,7 +50,7 @@ class SearchFailed(PermilleError):  # noqa: N818 - a way for a run to end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Result of one epsilon. None replaces numbers that are not finite.
+    """Projected gradients with one epsilon, in numbers. None replaces a number that is not finite.
 
     Attributes:
         epsilon: scale of the perturbations.
@@ -66,14 +66,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFound:
-    """A loss on the select split, or None if it is not finite."""
+    """A loss on the select split, or on the test split of a short text. None if it is not finite."""
 
     loss: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """The learning rate with the lowest loss. The loss at `start * TRIAL_FACTOR**p` is `losses[p]`."""
+    """The learning rate with the lowest loss. At the rate `start * TRIAL_FACTOR**p`, it is `losses[p]`."""
 
     learning_rate: float
     start: float
@@ -159,7 +159,7 @@ def _trial(run: Run, epsilon: float, learning_rate: float, steps: int) -> LossFo
 
 
 def base_loss(run: Run) -> float:
-    """Return the loss of the start, which is evaluated once.
+    """Return the loss of the start. Only the first call measures it.
 
     Raises:
         SearchFailed: the loss is not finite.
@@ -171,14 +171,15 @@ def base_loss(run: Run) -> float:
 
 
 def with_step_unit(descent: Descent) -> Descent:
-    """Fit the step unit to the learning rate. Normalised projected gradients have a root mean square of 1."""
+    """Fit the step unit to the learning rate."""
     header = descent.header
+    # The 1.0 is the root mean square of normalised projected gradients.
     exponent = step_unit_exponent_for(header.learning_rate, 1.0, widest_block(header), header.sigma)
     return replace(descent, header=replace(header, step_unit_exponent=exponent))
 
 
 def step_spread(header: LogHeader) -> float:
-    """Return the length of a step with the learning rate 1, `sqrt(sum over blocks of k / q)`."""
+    """Return the length of a step at the learning rate 1: the root of the sum of k / q over all blocks."""
     total = 0.0
     for queries, tensors in header.blocks():
         weights = header.weights_of(tensors)

@@ -1,15 +1,16 @@
 """The steps of a run: one or more descents with evaluations.
 
 A descent is a series of steps with a linearly falling learning rate. If its steps are too long
-(`stop_of`), another descent starts again with half the learning rate, at most `MAX_DESCENTS` in all. With a
-time limit, a later descent has only the remaining steps. The select split selects the best state of all
-descents.
+(`stop_of`), another descent starts again with half the learning rate. A run has at most `MAX_DESCENTS`
+descents. With a time limit, a later descent has only the remaining steps. The select split selects the best
+state of all descents.
 
 Each step is a function of durable results, so a resumed run computes the same bits.
 
-A short text has no select split. An attempt then has one descent for each judged part, and a last one on the
-whole text. Each has a fixed number of steps, and its last state is used. The evaluations use training rows.
-They select nothing, and only detect divergence, which ends the attempt.
+A short text has no select split. In place of each descent, it has an attempt of several descents: one for
+each judged part, and a last one on the whole text. Each descent has a fixed number of steps, and its last
+state is used. The evaluations use training rows. They select nothing, and only detect divergence. If a
+descent diverges, the attempt ends, and another attempt starts with half the learning rate.
 """
 
 import math
@@ -69,15 +70,15 @@ def stop_of(
 
     The steps of a descent are too long in two cases:
 
-    - `DIVERGED` or `REJECTED`: the loss grows by a tenth, stays above the first loss from the beginning, or
-      many steps are rejected. No state of such a descent is kept.
+    - `DIVERGED` or `REJECTED`: the loss is not finite, is a tenth above the first loss, or has never been
+      below the first loss for a long time. Or many steps are rejected. No state of such a descent is kept.
     - `LEVEL`: the loss has no new minimum for a long time in the first half of the descent, or it rises above
       the first loss again and stays there for a long time. The best state of the descent may still be
       selected.
 
     A long time is `LONG_SHARE` of the steps and at least `LEAST_EVALUATIONS` evaluations, because one loss
-    may be high by chance. The last descent may stay above the first loss, or be level. The limits are
-    measured in docs/adr/0030.
+    may be high by chance. If `last` is true, the loss may stay above the first loss or be level. The limits
+    are measured in docs/adr/0030.
 
     Args:
         evaluations: all evaluations by step, beginning with the evaluation of the start.
@@ -85,7 +86,7 @@ def stop_of(
         total_steps: number of steps of the descent.
         rejected: number of rejected steps.
         out_of_time: whether the time limit has passed.
-        last: whether no other descent follows.
+        last: whether no other descent may follow, or another one would not help.
     """
     if rejected >= max(MIN_REJECTED, MAX_REJECTED_SHARE * step):
         return Stop.REJECTED
@@ -132,13 +133,13 @@ class SelectedState:
     """The state that a run selects, before its judgement.
 
     Attributes:
-        descent: number of the descent.
+        descent: index of the descent that the state comes from.
         step: number of steps of that descent up to the state. 0 is the start.
         loss: loss of the state on the select split, in nats per token.
-        steps: number of steps that the descent made.
-        rejected: number of rejected steps.
+        steps: number of all steps of that descent.
+        rejected: number of rejected steps of that descent.
         s_K: the state.
-        header: header of the log, also for a descent without a log.
+        header: header of the descent's log. A gradient descent has this header, but no log.
         stopped: why the run's last descent stopped.
         judges: for each judging part of a short text, the state that it judges. This state was trained on the
             earlier parts only.
@@ -156,7 +157,9 @@ class SelectedState:
 
 
 def train(run: Run, plan: Plan) -> SelectedState:
-    """Make attempts until the steps of one are short enough. Durable steps of an earlier call are resumed.
+    """Make attempts until the steps of one are short enough, or no time or attempt is left.
+
+    Durable steps of an earlier call are not made again.
 
     Returns:
         The best state of all attempts. Of states with equal losses, the later one is returned.
@@ -174,7 +177,7 @@ def train(run: Run, plan: Plan) -> SelectedState:
 
 
 def _attempt(run: Run, plan: Plan, number: int, total_steps: int) -> SelectedState:
-    """Make one descent. For a short text, make one for each judged part and one for the whole text."""
+    """Make one descent. For a short text, make one descent for each judged part and one on the whole text."""
     first, judges, prepared = number * _descents(run), list[SelectedState](), run.prepared
     for place, stage in enumerate(prepared.stages):
         # The earlier parts have less text than the whole. They get fewer steps, but as many passes.
@@ -216,7 +219,7 @@ def planned_descent(run: Run, plan: Plan, number: int, total_steps: int) -> Desc
 
 
 def _steps_left(plan: Plan, descents: Sequence[SelectedState]) -> int:
-    """Return the number of steps of the next descent, within the time limit."""
+    """Return the number of steps of the next descent. With a time limit, earlier steps are subtracted."""
     spent = sum(selected.steps for selected in descents)
     return plan.total_steps if plan.limit_s is None else plan.total_steps - spent
 
@@ -266,7 +269,7 @@ class _DescentLoop:
         It does if no other descent may follow, or if another descent would not help.
         """
         if self._run.prepared.stages:
-            return True  # nothing is selected
+            return True  # the evaluations of a short text only detect divergence
         # A gradient descent that has improved and is level has learned the text. Shorter steps do not help.
         gradient = not self._run.options.has_log
         return self._number + 1 == MAX_DESCENTS or (gradient and best_of(self._evaluations).step > 0)
@@ -302,7 +305,7 @@ class _DescentLoop:
     def _select(self, steps: Steps, stopped: Stop) -> SelectedState:
         selects = not self._run.prepared.stages
         best = best_of(self._evaluations) if selects else self._evaluations[-1]
-        # No state of such a descent is kept (`stop_of`).
+        # No trained state of a failed descent is kept.
         if stopped in FAILED:
             best = self._evaluations[0]
         return SelectedState(

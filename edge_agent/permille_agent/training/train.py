@@ -77,7 +77,8 @@ def run_training(
 ) -> RunResult:
     """Train the installed package on the text in `data_paths`, and adopt a significantly better result.
 
-    After a kill, the same call resumes the run and gives the same bits. For example:
+    After a kill, the same call resumes the run. With a fixed number of steps, the result has the same bits as
+    without the kill. For example:
 
         with hold_lock(home, "train"):
             result = run_training(home, [Path("notes")], TrainOptions(minutes=20))
@@ -275,7 +276,7 @@ class _Task:
         Losses of two engines differ in their last bits, so a run that mixed them would not be reproducible.
 
         Raises:
-            InputError: the run began with another engine.
+            InputError: the run began with another engine or dtype.
         """
         engine_of, begun = self.context.engine_of, folder.load("engine", EngineUsed)
         if isinstance(engine_of, EngineChoice):
@@ -311,7 +312,7 @@ class _Task:
         )
 
     def _activate_again(self, folder: RunFolder) -> None:
-        """Activate an adopted run again after a `reset` or `rollback`."""
+        """Activate an adopted run again if the model before it is in use, for example after a `rollback`."""
         decision = folder.load("decision", Decision)
         if decision is not None and decision.adopted and active_model(self.home) == decision.incumbent:
             new = Active(package=self.package.digest, run=folder.name)
