@@ -94,7 +94,7 @@ class Personalised:
     """Result of `personalise`.
 
     Attributes:
-        values_K: sparse values of the selected state, float32 [k].
+        values_K: values of the masked weights with the selected state, float32 [k].
         step: number of steps up to the selected state. 0 is the start.
         steps: number of steps that the descent made.
         learning_rate: learning rate of the descent. Each restart halves it.
@@ -113,7 +113,7 @@ class Personalised:
 
 
 def install_package(home: Home, package: Package, *, release: str = "local", version: int = 1) -> None:
-    """Copy a package into a home folder, try it, and make it the installed one, as `pull` does.
+    """Copy a package into a home folder, check it in a trial, and make it the installed one.
 
     For example, `install_package(open_home(Path("home")), package)`.
     """
@@ -146,7 +146,7 @@ def personalise(
         prepared: rows of the text.
         options: options of the run.
         folder: folder of the run's files. After a kill, the same call resumes the run.
-        start_K: sparse values of the start. None uses the package's own values.
+        start_K: values of the masked weights at the start. None uses the package's own values.
 
     Raises:
         InputError: there is too little text to select a state.

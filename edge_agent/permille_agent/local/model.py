@@ -85,13 +85,13 @@ class LocalModel:
             print("".join(pieces))
 
     Attributes:
-        sampling: settings of text generation that the model's files name.
+        sampling: settings of text generation in the package, or the defaults.
     """
 
     def __init__(
         self, home: Home, engine_of: Callable[[Package], Engine], active: Active | None = None
     ) -> None:
-        """Open the active model, or the model `active`.
+        """Open the model `active`. None opens the model in use.
 
         Raises:
             OperatorError: no package is installed.
@@ -128,7 +128,7 @@ class LocalModel:
         return int(self.package.config.get("max_position_embeddings") or 1 << 31)
 
     def values(self, variant: Variant) -> NDArray[np.float32]:
-        """Return the sparse values of a variant.
+        """Return the values of the masked weights in a variant.
 
         Raises:
             InputError: the model has no such variant.
@@ -151,7 +151,8 @@ class LocalModel:
         """Generate the assistant's next turn. Return the counts and an iterator of pieces of text.
 
         Raises:
-            InputError: as `complete`, or the model has no chat template, or a message has a special token.
+            InputError: the messages are too long, a message has a special token, the model has no chat
+                template, or a setting is out of range.
             PackageError: the chat template fails.
         """
         return self._generate(self.tokenizer.chat_prompt(messages), variant, sampling)
@@ -160,7 +161,7 @@ class LocalModel:
         """Return a sample. A chat model answers a question, and continues any other prompt.
 
         Raises:
-            InputError: as `complete` and `reply`.
+            InputError: the prompt is empty, too long or has a special token, or a setting is out of range.
             PackageError: the chat template fails.
         """
         if self.tokenizer.can_chat and prompt.rstrip().endswith("?"):

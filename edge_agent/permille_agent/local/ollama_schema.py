@@ -22,7 +22,7 @@ from permille_agent.local.replies import Choices, Message, NoEmbeddingsError, Re
 
 
 class Options(Choices):
-    """Sampling options. `num_predict` of -1 means no limit of the length."""
+    """Sampling options. Unlike in Ollama, a `num_predict` of -1 means the default length, not no limit."""
 
     num_predict: int | None = None
 
@@ -96,7 +96,7 @@ class GenerateForm:
         return b""
 
     def loaded(self, request: Request) -> Mapping[str, Any]:
-        """Return the answer to a request that only loads or unloads the model, which is always loaded."""
+        """Answer a request that only loads or unloads the model. Nothing happens: it is always loaded."""
         reason = "unload" if request.keep_alive == 0 else "load"
         return self._head("") | {"done": True, "done_reason": reason}
 
@@ -201,7 +201,7 @@ def _entry(model: LocalModel, variant: Variant) -> dict[str, Any]:
         "model": _name(variant),
         "modified_at": _instant(package.blobs.path(package.digest).stat().st_mtime),
         "size": package.manifest.size_bytes,
-        # Variants share one package. Only their values differ.
+        # Variants share one package and differ only in these values, so this digest tells them apart.
         "digest": digest_of(model.values(variant).tobytes()).removeprefix("sha256:"),
         "details": _details(model),
     }

@@ -69,7 +69,7 @@ class CompletionForm:
     piece_object = "text_completion"
 
     def __init__(self, variant: Variant, *, usage_wanted: bool) -> None:
-        """Choose the form of an answer. `usage_wanted` ends a stream with a chunk of token counts."""
+        """Choose the form of an answer. With `usage_wanted`, a stream ends with a chunk of token counts."""
         self._usage_wanted = usage_wanted
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",

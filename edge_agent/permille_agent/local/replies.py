@@ -12,8 +12,9 @@ from permille.errors import InputError, PermilleError
 from permille_agent.local.model import Generated, LocalModel, Sampling, Variant
 from permille_agent.state.home import first_error
 
-MOST_TOKENS: Final = 32_768  # also for Ollama's -1, which means no limit
-DEFAULT_TOKENS: Final = 1024  # a small model may never write its end of turn
+MOST_TOKENS: Final = 32_768
+# Also for Ollama's -1, which means no limit, because a small model may never write its end of turn.
+DEFAULT_TOKENS: Final = 1024
 _SEEDS: Final = 1 << 63
 _CANNOT: Final = {
     "content": "content: The model reads only text. Send a string or a list of text parts, and no images.",
@@ -80,7 +81,7 @@ class Message(BaseModel):
     images: Annotated[list[str], Field(max_length=0)] | None = None
 
     def turn(self) -> tuple[str, str]:
-        """Return the role of chat templates and the text. Parts are joined by line breaks, as in vLLM."""
+        """Return role and text for the chat template. Parts are joined by line breaks, as in vLLM."""
         role = "system" if self.role == "developer" else self.role
         content = self.content
         return role, content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -4,7 +4,8 @@ The page is one file without scripts and links. It is personal data, like the ru
 Samples are generated once and kept in the folder.
 
 A model that has forgotten general knowledge may still have a low loss on the user's text. So the page shows
-the loss on general text first, and for a chat model also its answers to a few questions before and after.
+the loss on general text first. For a chat model, it also shows answers to a few questions before and after
+training.
 """
 
 import math
@@ -33,7 +34,7 @@ from permille_agent.training.run import BegunRun, LearnedText, RunFolder, list_r
 
 PAGE = "show.html"
 PROMPTS = 2
-TOKENS = 48  # per sample, because longer samples take minutes on a slow device
+TOKENS = 48  # length of a sample, because longer samples take minutes on a slow device
 TEMPERATURE = 0.7
 ANSWER_TOKENS = 40
 SHOWN_EXAMPLES = 5  # of skipped rows

@@ -64,9 +64,9 @@ class Home:
     root: Path
 
     identity_key = _Below("identity.key")  # Ed25519 private key of this device; never leaves it
-    enrolment = _Below("enrolment.json")  # server, device, release, the root that the invitation named
+    enrolment = _Below("enrolment.json")  # server, device, release, and the root metadata of the invitation
     ca_file = _Below("ca.pem")  # certificate authority of the server, if it is a private one
-    releases = _Below("releases.json")  # what is installed
+    releases = _Below("releases.json")  # the installed release, and the one before it
     trust = _Below("trust")  # accepted signed metadata; nothing older is accepted again
     blobs = _Below("blobs")  # content-addressed files of packages; manifests are blobs, too
     partial = _Below("partial")  # downloads that are not complete yet
@@ -112,7 +112,7 @@ def open_home(root: Path) -> Home:
 
 @contextmanager
 def telling_disk() -> Iterator[None]:
-    """Convert an OSError, such as that of a full disk, to an OperatorError."""
+    """Convert an OSError, for example of a full disk, to an OperatorError."""
     try:
         yield
     except OSError as exc:
@@ -176,7 +176,9 @@ def write_record(path: Path, record: object) -> None:
 
 
 def overwrite_record(path: Path, record: object) -> None:
-    """Replace the record at `path`. On a full disk, overwrite it in place, where a crash may damage it.
+    """Replace the record at `path`. If that fails, as on a full disk, overwrite the file in place.
+
+    A crash while the file is overwritten may damage it.
 
     Raises:
         OperatorError: the file cannot be overwritten in place, either.
@@ -216,7 +218,7 @@ def _remedy(path: Path) -> str:
 
 
 def as_json(record: object) -> Mapping[str, Any]:
-    """Convert a record to JSON types, as it is stored and as `--json` prints it."""
+    """Convert a record to JSON types, for its file and for the output of `--json`."""
     document: Mapping[str, Any] = _adapter(type(record)).dump_python(record, mode="json")
     return document
 

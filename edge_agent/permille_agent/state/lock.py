@@ -41,8 +41,8 @@ def hold_lock(home: Home, purpose: str, *, wait_s: float = 0.0, of: Path | None 
         home: the home folder.
         purpose: name of the command, for messages of other processes.
         wait_s: seconds to wait for another process.
-        of: another lock. `daemon_lock` allows one daemon per folder. `rounds_lock` is for exchanges of
-            rounds, which must not wait for a training.
+        of: path of another lock to hold instead. `daemon_lock` allows one daemon per folder. `rounds_lock` is
+            for exchanges of rounds, which must not wait for a training.
 
     Raises:
         LockedError: another process still holds the lock. The message names it.

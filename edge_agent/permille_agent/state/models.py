@@ -114,7 +114,7 @@ def training_of_release(home: Home) -> Training:
 
 
 def record_installed(home: Home, release: InstalledRelease) -> None:
-    """Make a tried package the installed one. The active model does not change.
+    """Make a package that passed its trial the installed one. An active personal model stays active.
 
     The last package that was used is kept until the new package was used once.
     """

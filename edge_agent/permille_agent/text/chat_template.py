@@ -68,7 +68,7 @@ class ChatTemplate:
 
         Raises:
             InputError: a turn of `roles` does not appear in the rendered text.
-            PackageError: as `render`.
+            PackageError: as for `render`.
         """
         texts: list[str] = []
         spans: list[tuple[int, int]] = []
@@ -85,7 +85,7 @@ class ChatTemplate:
         answers = {i for i in turns if messages[i][0] == "assistant"}
         # For each turn, ask for the rendered length before the turn and through the turn.
         asked = [prefix for i in turns for prefix in ((i, i in answers), (i + 1, False))]
-        # There is no prompt before the first message, and some templates refuse to render no message.
+        # Do not ask for the length before the first message: some templates fail on an empty list.
         answer = self._render(messages, False, [prefix for prefix in asked if prefix[0]])
         text, lengths = str(answer["text"]), list(answer["prefixes"])
         if turns[:1] == [0]:
@@ -134,7 +134,8 @@ def answered(ask: Callable[[], Mapping[str, Any]], code: str) -> Mapping[str, An
     """Call `ask` and return the answer of the package's child process.
 
     Raises:
-        PackageError: `code` if the child refuses, `sandbox-limit` if it exceeds a limit.
+        PackageError: the child refuses the request (with the code `code`), or exceeds a limit (with
+            `sandbox-limit`).
     """
     try:
         answer = ask()

@@ -101,7 +101,7 @@ def _text(message: dict[str, Any]) -> str:
     author, content, metadata = (_object(message.get(name)) for name in ("author", "content", "metadata"))
     is_visible = (
         author.get("role") in ("user", "assistant")
-        and message.get("recipient", "all") == "all"  # others are tool calls
+        and message.get("recipient", "all") == "all"  # other recipients are tools
         and not metadata.get("is_visually_hidden_from_conversation")
         and content.get("content_type") in _TEXT_KINDS
     )

@@ -5,7 +5,7 @@ The rows are a pure function of the documents, the tokenizer and the row length.
 Groups of documents are sorted by a hash, so the order is the same in every run:
 
 - The test split is taken from the front, the select split from the back. The rest trains.
-- The order of files has no effect, and added text moves only documents near a boundary.
+- The order of files has no effect. Added text moves only documents near a boundary to another split.
 - Text that judges one run does not train another run, except for short texts and groups near a boundary.
 
 With a small test split, the result of a comparison of two models would be random. So the test split must have
@@ -38,7 +38,7 @@ MIN_TRAIN_TOKENS = 3_000
 MAX_TEST_TOKENS = 20_000
 MAX_SELECT_TOKENS = 4_000
 NEEDED_TOKENS = MIN_TEST_TOKENS + MIN_SELECT_TOKENS + MIN_TRAIN_TOKENS
-LITTLE_TOKENS = 1_000
+LITTLE_TOKENS = 1_000  # smallest number of target tokens of a short text
 PARTS = 4
 LITTLE_GROUP_TOKENS = 24
 """Target tokens per group when a short text is judged, so that 1,000 tokens give enough groups."""
@@ -153,7 +153,7 @@ def prepare(
 def _prepare_little(
     documents: Sequence[Document], total: int, tokenizer: TextTokenizer, row_tokens: int, too_little: str
 ) -> Prepared:
-    """Divide a text that is too short for three splits. `too_little` is the reason."""
+    """Divide a text that is too short for three splits. `too_little` is the message that says so."""
     if total < LITTLE_TOKENS:
         raise InputError(
             f"There is too little text: {total} tokens in {len(documents)} documents, and at least "
@@ -188,7 +188,7 @@ def _prepare_little(
         judged += [known[i] for i in places[number]]
     train = packed_rows(tokenized, row_tokens)
     judged_tokens = [sum(int(row.target_T.sum()) for row in test[stage.rows]) for stage in stages]
-    # Check this last, because the template decides which tokens are targets.
+    # Only now is the number of targets known, because the first token of a row is not a target.
     if sum(tokens // LITTLE_GROUP_TOKENS for tokens in judged_tokens) < MIN_LITTLE_GROUPS:
         raise InputError(least)
     return Prepared(
@@ -299,7 +299,7 @@ def _wanted(share: float, total: int, least: int, most: int) -> int:
 
 
 def _taken(order: Iterable[str], tokens: dict[str, int], wanted: int, least_groups: int) -> list[str]:
-    """Return the shortest prefix of `order` with the wanted numbers of tokens and groups."""
+    """Return the shortest prefix of `order` with at least the wanted numbers of tokens and groups."""
     taken: list[str] = []
     have = 0
     for group in order:
@@ -347,7 +347,7 @@ def _guarded(
     documents: Sequence[Document], tokenized: Sequence[TokenizedDocument], held_out: Sequence[bool]
 ) -> list[TokenizedDocument]:
     """Shorten training blocks where they touch a held-out block."""
-    # Otherwise, the model would learn the words right before or after those that judge it.
+    # Otherwise, the model would learn the words right before or after the text that judges it.
     guarded = list(tokenized)
     for place in range(1, len(documents)):
         if documents[place].continues and held_out[place - 1] != held_out[place]:

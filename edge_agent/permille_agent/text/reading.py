@@ -43,11 +43,13 @@ BLOCK_CHARACTERS = 1500  # least size of a block of plain text, except the last 
 PASSAGE_CHARACTERS = 300  # least size of a passage, on which two models are compared, except the last one
 # Length of the beginning of a text, or of the end of the block before, that identifies a block.
 NAME_CHARACTERS = 256
-# A short paragraph ("Yes.") may be repeated by chance. A longer repeated one is a signature or a quoted mail.
+# Repeated paragraphs of at least this length are left out: they are signatures or quoted mails. A shorter
+# paragraph, such as "Yes.", may be repeated by chance.
 REPEATED_PARAGRAPH_CHARACTERS = 64
 # The child process that parses a document has limited memory, and the document must fit into it.
 MAX_DOCUMENT_BYTES = 64 << 20
-# A `.json` file in a folder may be anything, so its name decides. A file that the user names is always read.
+# In a folder, only `.json` files with such a name are read, because others may be anything. A `.json` file
+# that the user names is always read.
 _EXPORT = re.compile(r"conversations[\w-]*\.json", re.IGNORECASE)
 _FRONT_MATTER = re.compile(r"---[ \t]*\n.*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 _MAX_FRONT_MATTER = 1 << 14
@@ -59,7 +61,7 @@ Row = tuple[str | None, Content]
 class DataReport:
     """Counts of the rows that were read and skipped, with examples of skipped rows.
 
-    A row is a text file, a line of `.jsonl` or a conversation of an export.
+    A row is a text file, a line of `.jsonl`, a conversation of an export, or a message of a mail file.
     """
 
     files: int = 0
@@ -75,7 +77,7 @@ class DataReport:
     def bad(self, place: str, reason: str) -> None:
         """Count a skipped row, and keep the first ones as examples."""
         self.bad_rows[reason] += 1
-        # A folder may have a million bad rows.
+        # A folder may have a million bad rows, so only the first ones are kept.
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(f"{place}: {reason}")
 

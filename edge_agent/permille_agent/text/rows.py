@@ -59,7 +59,10 @@ def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int, *, fi
 
 
 def rows_in_pieces(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """Return the rows with new document indices: equal pieces of about `tokens` targets in each row."""
+    """Divide each row into equal pieces of about `tokens` targets.
+
+    In the returned rows, `document_T` has the index of each token's piece.
+    """
     found, before = [], 0
     for row in rows:
         targets = int(row.target_T.sum())
@@ -72,9 +75,10 @@ def rows_in_pieces(rows: Sequence[Row], tokens: int) -> list[Row]:
 
 
 def rows_in_groups(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """Return the rows with new document indices: groups of `tokens` neighbouring targets across rows.
+    """Divide the targets of all rows into groups of `tokens` neighbours.
 
-    The last group also takes the remainder.
+    The last group also has the remainder. In the returned rows, `document_T` has the index of each token's
+    group.
     """
     groups = max(1, sum(int(row.target_T.sum()) for row in rows) // tokens)
     found, before = [], 0

@@ -163,7 +163,8 @@ class TextTokenizer:
 
         Args:
             content: content of the document.
-            row_tokens: length of a row. A prompt loses its beginning so that the completion fits.
+            row_tokens: length of a row. If prompt and completion are longer, the beginning of the prompt is
+                dropped.
 
         Raises:
             InputError: a conversation contains a special token, or a turn is missing in the rendered text.
@@ -185,11 +186,11 @@ class TextTokenizer:
             whole = TokenizedDocument(
                 np.append(whole.ids_T, np.int64(self._eos_id)),
                 np.append(whole.target_T, True),
-                np.append(whole.bytes_T, np.int64(0)),  # the end encodes no bytes of the text
+                np.append(whole.bytes_T, np.int64(0)),  # EOS encodes no bytes of the text
             )
         if len(whole.ids_T) <= row_tokens:
             return whole
-        # The completion depends most on the end of the prompt. Keep at least a quarter of a row from it.
+        # The completion depends most on the end of the prompt, so keep at least a quarter of a row of it.
         first = int(np.argmax(whole.target_T))
         kept = max(row_tokens // 4, row_tokens - (len(whole.ids_T) - first))
         start = max(0, first - kept)
