@@ -128,7 +128,7 @@ def show_page(
     engine: EngineOption = AUTO,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a page about a run: the curve, samples before and after, the decision.
+    """Write a page about a run: the loss during training, samples before and after training, the decision.
 
     [bold]Examples[/bold]
 

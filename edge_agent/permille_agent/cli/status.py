@@ -41,7 +41,7 @@ class Status:
     """
 
     def __init__(self, home: Home) -> None:
-        # A dict with only keys, because several attributes may need the same damaged file.
+        # The keys are error messages. Each is there once, even if several attributes need the damaged file.
         self.home, self._damaged = home, dict[str, None]()
         runs = list_runs(home)
         self.run = run = runs[-1] if runs else None
@@ -154,7 +154,7 @@ class Status:
 
     def _rows(self) -> list[tuple[str, str]]:
         enrolment, release, daemon = self.enrolment, self.release, self.daemon
-        # A reason begins with the path of the request. The run's id in it would make all reasons differ.
+        # Remove the path at the beginning of a reason. It contains the run's id, so all reasons would differ.
         refused = [one.reason.partition(": ")[2] or one.reason for one in self.reports if one.reason]
         rows = [
             ("home", str(self.home.root)),

@@ -68,8 +68,8 @@ def train(
     method: Annotated[
         Method | None,
         typer.Option(
-            help="How to compute steps. Default: zeroth-order if you share a log, else the release's method, "
-            "else gradient if the engine has a reverse pass.",
+            help="How to compute steps. Default: zeroth-order with --estimator, --engine executorch or a "
+            "shared log, else the release's method, else gradient.",
             rich_help_panel=METHOD,
         ),
     ] = None,
@@ -258,8 +258,8 @@ def _train(
         raise InputError(
             "No text to train on. Name files or folders, or add some with `permille-agent data add`."
         )
-    # Read before the training. If the user withdraws consent meanwhile, the count of withdrawals differs, and
-    # neither log nor state is sent.
+    # Read the consent before the training. If the user withdraws it meanwhile, the count of withdrawals
+    # differs, and neither log nor state is sent.
     consent = read_consent(home)
     with hold_lock(home, "train"), _stopped_by_signals() as stop, live as progress:
         context = RunContext(

@@ -140,7 +140,7 @@ def read_machine() -> PowerAndLoad:
     """Read power and load now. A machine that reports no battery counts as plugged in."""
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     return PowerAndLoad(
-        # None means that the state of the plug is unknown.
+        # If the state of the plug is unknown (None), the machine counts as plugged in.
         on_ac=battery is None or battery.power_plugged is not False,
         battery=None if battery is None else float(battery.percent),
         load=_load(),

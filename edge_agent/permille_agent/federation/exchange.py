@@ -171,7 +171,8 @@ class _Exchange:
         if not offer.member:
             self._api.join_federation(self._choice.federation_id)
         if not (offer.member and self._choice.told):
-            # If the user leaves during this exchange, `told` stays False, and the next one tells the service.
+            # If the user leaves during this exchange, `told` stays False, and the next exchange tells the
+            # service.
             self._membership.choose(lambda now: replace(now, told=now.joined))
         # The history comes first, because it shows which of the device's contributions are too late.
         history = update_history(self._membership, definition, offer.number, partial(self._fetch, None))

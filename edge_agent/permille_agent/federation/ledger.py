@@ -69,7 +69,7 @@ def read_ledger(home: Home) -> Ledger:
 
 
 def is_used_up(home: Home, definition: Definition) -> bool:
-    """Return whether all promised participations are used. Raises InputError, as `read_ledger`."""
+    """Return whether all promised participations are used. Raises InputError if the ledger is damaged."""
     if definition.privacy is None:
         return False
     account = read_ledger(home).accounts.get(definition.digest)
@@ -105,7 +105,7 @@ def charge(home: Home, definition: Definition, *, name: str, number: int, digest
     charged = account.rounds.get(str(number))
     if charged == digest:
         return
-    # The epsilon counts one vector per round, so a second one is never sent.
+    # The epsilon counts one contribution per round, so a second one is never sent.
     if charged is not None:
         raise InputError(f"Another contribution to round {number} has left this device already.")
     if len(account.rounds) >= account.participations:

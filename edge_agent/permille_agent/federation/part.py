@@ -73,14 +73,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Contents of `gain.json`, in the units of a contribution."""
+    """Contents of `gain.json`: the gain in the units of a contribution (FORMAT 13.2)."""
 
     gain: int
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """The folder of one part. For example, `parts(membership)` returns those of a federation."""
+    """The folder of one part. For example, `parts(membership)` returns all parts of a federation."""
 
     membership: Membership
     path: Path

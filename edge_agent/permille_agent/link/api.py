@@ -120,7 +120,7 @@ def load_or_create_identity(home: Home) -> Identity:
     """Read the device's key in the home folder, or create it with mode 0600.
 
     Raises:
-        OperatorError: as `load_identity`, or the file cannot be written.
+        OperatorError: other users can read the file, it is not an Ed25519 key, or it cannot be written.
     """
     if (identity := load_identity(home)) is not None:
         return identity
@@ -145,7 +145,7 @@ def encode_bytes(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """Identity that signs requests: the enrolled device and its key."""
+    """Id of the enrolled device, and the key that signs its requests for tokens."""
 
     device_id: str
     identity: Identity

@@ -41,7 +41,7 @@ TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 ATTEMPTS = 5
 BACKOFF_FIRST_S = 0.5
 WAIT_LIMIT_S = 60.0  # a command that would wait longer reports the error instead
-LONGEST_RETRY_AFTER_S = 24 * 3600.0  # the largest `Retry-After` that is believed; the daemon waits for less
+LONGEST_RETRY_AFTER_S = 24 * 3600.0  # a larger `Retry-After` is reduced to this value
 _TRANSPORT_ERRORS = (
     httpx.TransportError,
     UnicodeError,  # raised by httpx for a malformed host name in a redirect
@@ -210,7 +210,7 @@ class Connection:
         The response always has the ETag that the service sent, even if another host sends the body.
 
         Raises:
-            As `call`, also while the body is read.
+            As for `call`, also while the body is read.
         """
         with _network_errors(self.server), self._http.stream("GET", path, headers=dict(headers)) as response:
             if response.status_code != 307:
@@ -231,7 +231,7 @@ class Connection:
             yield moved
 
     def read(self, path: str, headers: Mapping[str, str], *, limit_bytes: int) -> bytes:
-        """Read a `stream` to its end, with retries. Raises as `call`."""
+        """Read a `stream` to its end, with retries. Raises the errors of `call`."""
 
         def once() -> bytes:
             with self.stream(path, headers) as response:

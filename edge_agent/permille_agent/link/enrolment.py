@@ -137,7 +137,8 @@ def enroll(
     Raises:
         InputError: the invitation is refused, or the device is enrolled with another server.
         PackageError: the server's root differs from the invitation's, `trust-root`.
-        RetryableError, OperatorError: as in `client.py`.
+        RetryableError: the service cannot be reached.
+        OperatorError: the service's certificate is not trusted, or a file cannot be written.
     """
     server = check_server(server)
     known = load_enrolment(home)

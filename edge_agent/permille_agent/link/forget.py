@@ -190,6 +190,7 @@ def _keep_deletion(path: Path, run_id: str) -> int:
     entry = RunReport(run_id=run_id, log_delivery=Delivery.DELETION_WANTED)
     with path.open("r+b", buffering=0) as old:
         overwrite_record(path, entry)
+        # If this has replaced the file instead of overwriting it, the old content is still on the disk.
         return 0 if os.path.samestat(os.fstat(old.fileno()), path.stat()) else _overwrite(old)
 
 

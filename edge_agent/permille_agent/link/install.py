@@ -71,7 +71,7 @@ def install(home: Home, release: InstalledRelease, *, size_bytes: int) -> None:
         return
     # Another version may have the same package, which was tried before.
     if before is None or before.manifest_digest != release.manifest_digest:
-        # Otherwise each poll of the daemon would try the broken package again.
+        # Without this check, each poll of the daemon would try a broken package again.
         refused = read_releases(home).refused
         if refused is not None and refused.manifest_digest == release.manifest_digest:
             raise PackageError("package-trial", f"This package was refused before: {refused.reason}")

@@ -146,8 +146,8 @@ def _pull(
         _install(home, blobs, release, plan)
     except PackageError as exc:
         if exc.code not in DAMAGED:
-            # If the package is installed already, a program is tried only after its download. So delete a
-            # refused one.
+            # The package may be in use already, without this program. It must not use a refused program, so
+            # delete the program.
             for layer in _programs(plan):
                 blobs.delete(layer.digest)
             raise

@@ -80,7 +80,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """Result of `deliver`: the reports that were delivered and those that the service refused."""
+    """Result of `deliver`: the numbers of reports that were delivered, and that the service refused."""
 
     sent: int
     refused: int
@@ -198,7 +198,7 @@ def _collect(home: Home, run: RunFolder) -> int:
             shared_log=log.read_bytes() if shared else None,
             withdrawals=agreed.withdrawals if agreed else 0,
         )
-    # If the log may be sent, the queue has a copy of it.
+    # If the log may be sent, the queue now has a copy of it, so the file in the run's folder can go.
     log.unlink(missing_ok=True)
     return int(new)
 

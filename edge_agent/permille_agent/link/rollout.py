@@ -141,7 +141,7 @@ def take_part(
         _keep(home, part)
     if not _tell(home, api) or part.failed:
         return None
-    # A longer pause was stored while the clock was wrong, so ignore it.
+    # A pause over the longest one was stored while the clock was wrong, so ignore it.
     waits = 0 < part.not_before - now_s <= _LONGEST_PAUSE_S
     waits = waits or not may_begin
     if not part.installed and (waits or offer.state is not RolloutState.RUNNING):
@@ -159,7 +159,7 @@ def note_installed(home: Home, api: DeviceApi) -> None:
 
 
 def note_failure(home: Home, error: PermilleError, *, now_s: float, is_crash: bool = False) -> None:
-    """Count a failed attempt. Attempt `MAX_ATTEMPTS` ends the part. Errors of the network do not count."""
+    """Count a failed attempt. `MAX_ATTEMPTS` failures end the part. Errors of the network do not count."""
     part, code = read_standing(home).part, ReportCode.CRASH if is_crash else _code_of(error)
     if part is None or part.code is not None or code is None:
         return
@@ -287,7 +287,7 @@ def _newest_run(home: Home, package: str) -> RunFolder | None:
 
 
 def _losses_of(run: RunFolder | None) -> Losses | None:
-    """Return the loss of a run's model, or of its base if that is lower."""
+    """Return the losses of a run's model if it is surely better than its base, else those of the base."""
     decision = None if run is None else run.load("decision", Decision)
     if run is None or decision is None:
         return None

@@ -85,7 +85,8 @@ class TrustedReleases:
         Raises:
             PackageError: `trust-signature`, `trust-rollback`, `trust-expired`, `trust-digest` or
                 `trust-malformed`.
-            ServiceUnavailableError, AccessRefusedError, OperatorError: as in `client.py`.
+            ServiceUnavailableError: the service cannot be reached, or lacks a signed file.
+            OperatorError: the service refuses this device or a file, or the folder cannot be written.
         """
         with _in_our_words(self._folder):
             self._updater.refresh()
@@ -94,7 +95,7 @@ class TrustedReleases:
         """Return the signed entry of a path, or None if it is not listed.
 
         Raises:
-            As `refresh`.
+            As for `refresh`.
         """
         with _in_our_words(self._folder):
             return self._updater.get_targetinfo(path)
@@ -103,7 +104,7 @@ class TrustedReleases:
         """Download a target to the file `path`, unless the file already has its digest.
 
         Raises:
-            As `refresh`.
+            As for `refresh`.
         """
         with _in_our_words(self._folder):
             if self._updater.find_cached_target(target, str(path)) is None:

@@ -74,7 +74,8 @@ def verify_package_files(home: Home, package_digest: str, api: DeviceApi | None,
     """Verify one package, add the damage to `result`, and repair it if `api` is given.
 
     Raises:
-        RetryableError, OperatorError: as `verify`.
+        RetryableError: the service cannot be reached.
+        OperatorError: the disk cannot be read or written.
     """
     result.packages += 1
     try:
