@@ -22,7 +22,7 @@ from permille_agent.local.replies import Choices, Message, NoEmbeddingsError, Re
 
 
 class Options(Choices):
-    """Sampling options. Unlike in Ollama, a `num_predict` of -1 means the default length, not no limit."""
+    """Sampling options. A `num_predict` of -1 means no limit in Ollama. Here it means the default limit."""
 
     num_predict: int | None = None
 

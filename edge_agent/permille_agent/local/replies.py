@@ -13,7 +13,7 @@ from permille_agent.local.model import Generated, LocalModel, Sampling, Variant
 from permille_agent.state.home import first_error
 
 MOST_TOKENS: Final = 32_768
-# Also for Ollama's -1, which means no limit, because a small model may never write its end of turn.
+# A small model may never write its end of turn. So this limit also replaces Ollama's -1 (no limit).
 DEFAULT_TOKENS: Final = 1024
 _SEEDS: Final = 1 << 63
 _CANNOT: Final = {

@@ -3,7 +3,7 @@
 - Files are stored as references and not copied.
 - A log or a state, together with its package, gives the personal model. So nothing is shared without consent,
   and no message of a server can change the user's consent.
-- A choice takes effect at once, also for a running training. To store one needs no writers' lock.
+- A choice takes effect at once, also for a running training. Storing it needs no writers' lock.
 - Each withdrawal of consent is counted. A log is sent only if the count is the same as when the user agreed.
 """
 

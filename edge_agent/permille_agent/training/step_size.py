@@ -50,7 +50,7 @@ class SearchFailed(PermilleError):  # noqa: N818 - a way for a run to end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Projected gradients with one epsilon, in numbers. None replaces a number that is not finite.
+    """Accuracy and size of the projected gradients at one epsilon. None replaces numbers that are not finite.
 
     Attributes:
         epsilon: scale of the perturbations.
@@ -73,7 +73,7 @@ class LossFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """The learning rate with the lowest loss. At the rate `start * TRIAL_FACTOR**p`, it is `losses[p]`."""
+    """The learning rate with the lowest loss. The rate `start * TRIAL_FACTOR**p` has the loss `losses[p]`."""
 
     learning_rate: float
     start: float

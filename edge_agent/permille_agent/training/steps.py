@@ -70,8 +70,8 @@ def stop_of(
 
     The steps of a descent are too long in two cases:
 
-    - `DIVERGED` or `REJECTED`: the loss is not finite, is a tenth above the first loss, or has never been
-      below the first loss for a long time. Or many steps are rejected. No state of such a descent is kept.
+    - `DIVERGED` or `REJECTED`: the loss is not finite, is a tenth above the first loss, or stays above it for
+      a long time without an earlier gain. Or many steps are rejected. No state of such a descent is kept.
     - `LEVEL`: the loss has no new minimum for a long time in the first half of the descent, or it rises above
       the first loss again and stays there for a long time. The best state of the descent may still be
       selected.
