@@ -232,7 +232,7 @@ class Daemon:
             return None
 
     def _mend_packages(self, api: DeviceApi) -> None:
-        """Check the packages for damage once a day, before a damaged block is needed."""
+        """Check the packages for damage once a day, and repair it before a damaged block is needed."""
         today = self._world.now().date().isoformat()
         if read_daemon_state(self._home).verified == today:
             return

@@ -27,7 +27,8 @@ from permille_agent.training.engines import AUTO, EngineChoice
 STOP_GRACE_S = 300.0  # a step on a slow device may take minutes; after this time, the child is killed
 READY = "ready"
 CHECK_EVERY_S = 1.0
-# The first class that fits is sent. LockedError comes first, because it is also a RetryableError.
+# The child sends the name of the first class that fits its error. LockedError comes first, because it is also
+# a RetryableError.
 _ERRORS: Mapping[str, type[PermilleError]] = {
     "LockedError": LockedError,
     "RetryableError": RetryableError,
@@ -199,7 +200,7 @@ def _supervise(child: subprocess.Popen[str], line: str, keep_going: Callable[[],
         # The child stops when its input ends.
         child.stdin.close()
         reader.join(STOP_GRACE_S)
-    # The child died before it read its request. Wait for its exit code.
+    # The child died before it read its request. Wait for the end of its output.
     except BrokenPipeError:
         reader.join(STOP_GRACE_S)
     finally:

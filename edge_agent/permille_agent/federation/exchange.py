@@ -95,7 +95,8 @@ def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, offer: Fe
     """Fetch the definition of an offer, and check that its digest is signed.
 
     Raises:
-        PackageError: the digest is not signed, `release-unlisted`, or `trust-*` or `round-definition`.
+        PackageError: the digest is not signed (`release-unlisted`), the signed metadata is refused
+            (`trust-*`), or the definition is malformed (`round-definition`).
     """
     trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
     digest = offer.definition_digest
@@ -218,7 +219,7 @@ class _Exchange:
         wanted = offer.adopted_round
         if wanted is None or wanted == kept_round(self._membership.path):
             return
-        # An operator may adopt an older round. Its state must be fetched, because only the newest is kept.
+        # An operator may adopt an older round. The device keeps only the newest state, so fetch this one.
         if history.number != wanted:
             limit = max_bytes(definition)
             begin = History.begin(definition)

@@ -37,8 +37,9 @@ from permille.federation.rounds import HEAD_BYTES, History
 from permille.files import fsync_folder, write_atomic
 from permille_agent.state.home import Home, overwrite_record, read_record, write_record
 
-_ROUNDS_BYTES = 64 << 20  # limit for all rounds of a catch-up
-_WEIGHT_BYTES = 8  # limit for one weight of the state in a catch-up
+# Limits of a catch-up, the service's answer with a state and the rounds after it.
+_ROUNDS_BYTES = 64 << 20  # for all rounds
+_WEIGHT_BYTES = 8  # for one weight of the state
 
 # Takes the number of a round and a limit of bytes. Returns the history after that round.
 Fetch = Callable[[int, int], bytes]
@@ -280,7 +281,7 @@ def update_history(membership: Membership, definition: Definition, offered: int,
     Args:
         membership: the federation on this device.
         definition: its definition.
-        offered: number of finished rounds at the service. If they are known, nothing is fetched.
+        offered: number of finished rounds at the service. If this device has all of them, nothing is fetched.
         fetch: fetches the history after a round.
 
     Raises:

@@ -3,7 +3,7 @@
 Below `federations/<digits>/rounds/<n>/`:
 
     round.json           the invitation, and the number of withdrawals at that time
-    text.json            digest of the training rows, and name of the engine
+    text.json            digest of the rows of text, and name of the engine
     gain.json            reduction of the loss by the pooled state, on rows that no round trains on
     steps.journal        the steps (permille.federation.local), with Adam's state beside it
     contribution.bin     the signed contribution, which is made only once
@@ -129,7 +129,7 @@ def begin_part(membership: Membership, invited: Invited) -> RoundPart:
 
 
 def find_part(home: Home, federation: str, number: int) -> RoundPart:
-    """Return the part of a round by its federation's folder name.
+    """Return the part for round `number` of the federation with the folder name `federation`.
 
     Raises:
         InputError: the user left, or the round is over.

@@ -1,4 +1,4 @@
-"""Typed calls of the REST API that a device makes, and the identity that signs them.
+"""Typed calls of the REST API that a device makes, and the identity of the device.
 
 The identity is an Ed25519 key that never leaves the home folder. The server learns the public key at
 enrolment. Later, the device signs a nonce of the server and gets a token, which it keeps in memory only.
@@ -226,7 +226,7 @@ class DeviceApi:
         )
 
     def tell_facts(self, facts: FactsPut) -> None:
-        """Send facts about this device, by which operators group devices."""
+        """Send facts about this device. Operators group devices by such facts."""
         self._call("PUT", "/v1/device/facts", body=facts.model_dump(mode="json"))
 
     def report_rollout(self, rollout_id: str, report: RolloutReport) -> None:

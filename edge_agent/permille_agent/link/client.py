@@ -171,7 +171,8 @@ class Connection:
             ServiceUnavailableError: all attempts failed, or the service asks for a longer pause.
             AccessRefusedError: status 401 or 403.
             RequestRefusedError: any other refusal.
-            OperatorError: the certificate is not trusted, or the body is longer than `limit_bytes`.
+            OperatorError: the certificate is not trusted, the body is longer than `limit_bytes`, or the
+                status is one that a person must resolve (3xx, 421, 507).
         """
         return self.retry(lambda: self._call_once(method, path, body, headers or {}, limit_bytes))
 

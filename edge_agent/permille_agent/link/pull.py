@@ -188,7 +188,7 @@ def check_plan(
         expected_digest: signed digest of the manifest.
         free_bytes: free space of the disk that holds the blobs.
         present: digests of blobs that are already on the disk.
-        program: whether to download the package's program.
+        program: whether to download the package's ExecuTorch program.
 
     Raises:
         PackageError: the digest differs, `blob-digest`, or the manifest breaks a rule.

@@ -170,7 +170,7 @@ def note_failure(home: Home, error: PermilleError, *, now_s: float, is_crash: bo
         replace(
             part,
             attempts=attempts,
-            # A package that did not open was replaced by the earlier one, so it must be installed again.
+            # If the new package did not open, the earlier one is installed now, and the attempt starts again.
             installed=part.installed and here is not None and here.version == part.version,
             not_before=now_s + min(_LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempts - 1)),
             code=code if ended else None,

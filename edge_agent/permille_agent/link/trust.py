@@ -80,7 +80,7 @@ class TrustedReleases:
             )
 
     def refresh(self) -> None:
-        """Update roots, timestamp, snapshot and the top role. `find` also does this.
+        """Update the metadata of root, timestamp, snapshot and top-level targets. `find` also does this.
 
         Raises:
             PackageError: `trust-signature`, `trust-rollback`, `trust-expired`, `trust-digest` or

@@ -112,7 +112,7 @@ class _Package:
         """
         if not self._is_whole(self._digest):
             yield _Damage(what=f"manifest {self._digest}", mend=self._fetch_manifest)
-        # Without a whole manifest, nothing says which blobs belong to the package.
+        # If the manifest is still damaged, nothing says which blobs belong to the package.
         if not self._is_whole(self._digest):
             return
         manifest = Manifest.from_bytes(self._blobs.read(self._digest, limit=MAX_MANIFEST_BYTES))

@@ -76,7 +76,7 @@ def compare(
         home: the home folder.
         model: the active model.
         data_paths: text to measure on. If empty, the run's own judgement on its test split is returned.
-        prompts: texts to continue. If empty, they are the first words of texts of the test split.
+        prompts: texts to continue. If empty, `test_prompts` makes prompts from the test split.
         sampling: settings of text generation.
 
     Raises:
@@ -113,7 +113,7 @@ def judged_losses(folder: RunFolder) -> ComparedLosses:
 
 
 def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLosses:
-    """Measure the losses of the base and the active model on text.
+    """Measure the losses of all variants of the active model on a text.
 
     Raises:
         InputError: the text cannot be used.
@@ -173,7 +173,7 @@ def test_prompts(folder: RunFolder, model: LocalModel, count: int = DEFAULT_SAMP
 
 
 def _prompt(content: Content, model: LocalModel) -> str:
-    """Return the prompt of a sample from a document, or an empty string."""
+    """Return a prompt made from a document, or an empty string if the document gives none."""
     match content:
         case PlainText(text):
             return " ".join(text.split()[:PROMPT_WORDS])

@@ -104,7 +104,7 @@ class LocalModel:
             self.engine = engine_of(self.package)
         self.sampling = own_sampling(self.package)
         base_K = self.package.values()
-        # In rising order of preference: `variants` reverses it.
+        # The default variant comes last, because `variants` reverses this order.
         self._values: dict[Variant, NDArray[np.float32]] = {Variant.BASE: base_K}
         if (pooled := pooled_start(self.package)) is not None:
             self._values[Variant.POOLED] = values(base_K, pooled.s_K, pooled.step_unit_exponent)
@@ -189,8 +189,8 @@ class LocalModel:
 def own_sampling(package: Package) -> Sampling:
     """Return the settings of text generation in a package, or the defaults of `Sampling` if it has none.
 
-    - If the package has `do_sample`, or a temperature, top_p or top_k, missing settings have the
-      defaults of transformers. `do_sample: false` means temperature 0.
+    - If the package's file names `do_sample`, a temperature, top_p or top_k, settings that are missing there
+      have the defaults of transformers. `do_sample: false` means temperature 0.
     - Otherwise only the repetition penalty is taken from the package.
 
     Raises:

@@ -75,7 +75,7 @@ class Home:
     current = _Below("current.json")  # the active model, and what was active before
     data = _Below("data.json")  # references to the user's files; the files stay where they are
     decisions = _Below("decisions.json")  # how many decisions this device has made
-    consent = _Below("consent.json")  # whether logs may be shared, set by the user on this device only
+    consent = _Below("consent.json")  # the user's choices to share logs and states, made on this device only
     ledger = _Below("ledger.json")  # privacy cost of the rounds; survives `forget`
     rollout = _Below("rollout.json")  # the version that this device tries, and what it has reported
     policy = _Below("policy.toml")  # when the daemon may train, written by the user

@@ -268,7 +268,7 @@ def rollback(home: Home) -> Active:
 
 
 def reset(home: Home) -> Active:
-    """Activate the base model of the installed package. The personal model stays in the history.
+    """Activate the installed package without a personal model. The personal model stays in the history.
 
     Raises:
         InputError: no package is installed and none is active.

@@ -11,9 +11,9 @@ Groups of documents are sorted by a hash, so the order is the same in every run:
 With a small test split, the result of a comparison of two models would be random. So the test split must have
 `MIN_TEST_TOKENS` target tokens in `MIN_TEST_GROUPS` groups.
 
-If a text is too short for that, it is cut into passages. These are sorted by the same hash and divided into
-`PARTS` parts. Each part after the first judges a state that was trained on the earlier parts only. All parts
-train the final state.
+If a text is too short for three splits, it is cut into passages. These are sorted by the same hash and
+divided into `PARTS` parts. Each part after the first judges a state that was trained on the earlier parts
+only. All parts train the final state.
 """
 
 import hashlib

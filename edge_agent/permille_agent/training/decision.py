@@ -72,7 +72,7 @@ class Decision:
         step: the number of that descent's steps up to the state.
         steps: the number of all steps of that descent.
         stopped: why the last descent stopped.
-        state_digest: the digest of the state at full strength. Replaying the log gives this state.
+        state_digest: the digest of the state at full strength. Replaying a log gives this state.
         scaled_digest: the digest of the scaled state that was judged. None at full strength.
         strength: the strength that was judged, in eighths. 0 means that even one eighth raises the loss on
             general text too much.
@@ -122,7 +122,7 @@ class StoredLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionCount:
-    """The count of decisions on this device. In the folder of a run, the number of the run's decision."""
+    """The count of decisions on this device. A run stores it as the number of its own decision."""
 
     decisions: int
 

@@ -1,6 +1,7 @@
 """Losses of documents, and the loss on general text.
 
-Losses are sums in nats. Packages with different tokenizers are compared by nats per byte of the same text.
+The losses of documents are sums in nats. Packages with different tokenizers are compared by nats per byte of
+the same text.
 
 The loss on general text is measured on the package's reference text (`permille.training.reference`). It
 decides the strength of a state: the number of eighths of the state that are kept. Without a reference text, a

@@ -121,7 +121,7 @@ def _other_state(folder: RunFolder) -> PackageError:
 
 
 def find_start(home: Home, package: Package, prepared: Prepared, options: TrainOptions) -> str | None:
-    """Return the start of a run: the name of a run, `POOLED_START`, or None for the base.
+    """Return the start of a run: a run or adopted round by name, `POOLED_START`, or None for the base.
 
     Raises:
         InputError: the options name the pooled state, but there is none, or the run is zeroth order.

@@ -35,11 +35,11 @@ from permille_agent.training.step_size import with_step_unit
 MAX_DESCENTS = 4
 WATCHED_ROWS = 8  # training rows that detect divergence on a short text
 
-# Limits of `stop_of`, which explains them. Measured in docs/adr/0030.
-DIVERGED = 1.10
-LONG_SHARE = 0.15
-LEAST_EVALUATIONS = 3
-MAX_REJECTED_SHARE = 0.1
+# Limits of `stop_of`. Measured in docs/adr/0030.
+DIVERGED = 1.10  # ratio of a loss to the first loss
+LONG_SHARE = 0.15  # share of the steps that is a long time
+LEAST_EVALUATIONS = 3  # number of evaluations in a long time
+MAX_REJECTED_SHARE = 0.1  # share of the steps so far
 MIN_REJECTED = 5  # so that a short descent does not end after its first rejected step
 
 
@@ -71,7 +71,8 @@ def stop_of(
     The steps of a descent are too long in two cases:
 
     - `DIVERGED` or `REJECTED`: the loss is not finite, is a tenth above the first loss, or stays above it for
-      a long time without an earlier gain. Or many steps are rejected. No state of such a descent is kept.
+      a long time without an earlier gain. Or a tenth of the steps, and at least five, are rejected. No state
+      of such a descent is kept.
     - `LEVEL`: the loss has no new minimum for a long time in the first half of the descent, or it rises above
       the first loss again and stays there for a long time. The best state of the descent may still be
       selected.
