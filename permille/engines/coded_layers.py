@@ -1,11 +1,12 @@
 """Torch modules that keep quantized weights in their codes.
 
-No module holds a floating-point copy of its matrix. bitsandbytes multiplies NF4 codes. For other schemes, a
-tile of output rows is decoded at a time, with torch operations that every device has. An 8-bit embedding
-decodes only the rows that are looked up. The head is decoded and multiplied tile by tile.
+No module decodes its whole matrix at once. bitsandbytes multiplies NF4 codes (see `_quant_state` for an
+exception). All other codes are decoded in tiles (some output rows at a time), with torch operations that
+every device has. An 8-bit embedding decodes only the rows that are looked up. The head is decoded and
+multiplied tile by tile.
 
 A linear layer sees the rows of all variants together, one variant after the other. The product with the codes
-is computed once. Then each variant adds its own part.
+is computed once for all rows. Then each variant's own part is added to its rows.
 
 # Legend: V variants, M rows of a variant; N, K = out and in features; R rows of a tile, or an adapter's rank;
 # C masked weights of a layer, or an adapter's numbers; G groups of a row; D vocabulary, H hidden size;
@@ -71,7 +72,8 @@ class CodedWeight(nn.Module):
 
     def at(self, indices_C: NDArray[np.integer]) -> Tensor:
         """Return the weights at flat, increasing indices as float32, with the same bits that products use."""
-        # Use the decoder of products, tile by tile, so that `value - decoded` adds no error of its own.
+        # `tile` decodes as products do. So in `SparseAdd`, `value - decoded` takes away exactly what the
+        # product has added.
         columns, found = self.shape[1], []
         for rows in tiles(self):
             first, last = np.searchsorted(indices_C, [rows.start * columns, rows.stop * columns])
@@ -87,7 +89,8 @@ class CodedWeight(nn.Module):
         return self._decoded(first, last, rows).view(-1, columns).to(self._dtype)
 
     def _quant_state(self) -> QuantState | None:
-        # bitsandbytes 0.50 reads wrong scales on AVX-512 if blocks reach across rows (ADR 13).
+        # bitsandbytes 0.50 reads wrong scales on AVX-512 if blocks reach across rows (ADR 13). Without a
+        # state, `product` decodes such a matrix tile by tile.
         if self._scheme is not Scheme.NF4 or self.shape[1] % BLOCK_SIZE:
             return None
         return QuantState(
@@ -116,7 +119,7 @@ class CodedWeight(nn.Module):
 
     def _codes(self, first: int, last: int) -> Tensor:
         if self._bits == 8:
-            # The scheme INT8, or SOURCE with a Q8_0 tensor.
+            # These codes have the scheme INT8, or SOURCE with a Q8_0 tensor.
             return self.packed[first:last]
         # FORMAT 4.2: the first code is in the high half of a byte. A tile may start or end within a byte.
         pairs = self.packed[first // 2 : (last + 1) // 2]
@@ -134,11 +137,11 @@ class CodedWeight(nn.Module):
 class SparseAdd(nn.Module):
     """`x (S - W)^T` for each variant: what the sparse values S add to a product with the weight W (ADR 12).
 
-    Both matrices are restricted to the mask.
+    Here, S and W have only the masked weights, and are 0 elsewhere.
     """
 
     def __init__(self, weight: CodedWeight, indices_C: NDArray[np.uint32]) -> None:
-        """Index the entries. `indices_C` are flat and increasing."""
+        """Index the masked weights by row and by column. `indices_C` are their flat indices, increasing."""
         super().__init__()
         rows, columns = self.shape = weight.shape
         device = weight.packed.device
@@ -147,7 +150,7 @@ class SparseAdd(nn.Module):
         arrays = {
             "row_start_N1": np.searchsorted(row_C, np.arange(rows + 1)).astype(np.int32),
             "column_C": column_C,
-            # The same entries ordered by column, for the reverse pass.
+            # The same masked weights, ordered by column for the reverse pass.
             "column_start_K1": np.searchsorted(column_C[order_C], np.arange(columns + 1)).astype(np.int32),
             "row_C": row_C[order_C],
             "order_C": order_C,
@@ -178,11 +181,12 @@ class SparseAdd(nn.Module):
         return _sparse_rows(d_MN, self.row_C, self.column_start_K1, value_C[self.order_C])
 
     def gradient(self, d_MN: Tensor, x_MK: Tensor) -> Tensor:
-        """Return `sum over m of d[m, row] x[m, column]` for each entry, [C]."""
-        # Transpose once, so that each entry reads two contiguous rows.
+        """Return `sum over m of d[m, row] x[m, column]` for each masked weight, [C]."""
+        # Transpose once, so that each masked weight reads two contiguous rows.
         d_NM, x_KM = d_MN.T.contiguous(), x_MK.T.contiguous()
         found = torch.empty(len(self.column_C), device=x_MK.device)
-        # Work in slices to bound the memory: each row has a product for each masked weight.
+        # Work in slices of the masked weights to bound the memory. A slice has one product for each of its
+        # weights and each row of x.
         for part in _slices(len(found), max(1, _PRODUCTS // len(x_MK))):
             order = self.order_C[part]
             found[order] = (d_NM[self.row_C[part]] * x_KM[self.column_C[order]]).sum(dim=1)
@@ -202,7 +206,7 @@ class LowRank(nn.Module):
 
     def forward(self, x_VMK: Tensor, values_VC: Tensor) -> Tensor:
         """Return the added part, float32 [V, M, N]."""
-        # FORMAT 4.10: the values are A, then B, or B alone where A is frozen.
+        # FORMAT 4.10: the values are A, then B. If A is frozen, they are B alone.
         trained = self._shape[0] * self._shape[1] if self.a_RK is None else 0
         a = self.a_RK if self.a_RK is not None else values_VC[:, :trained].reshape(-1, *self._shape)
         b_VNR = values_VC[:, trained:].reshape(len(values_VC), -1, self._adapter.rank)
@@ -220,8 +224,8 @@ class CodedLinear(nn.Module):
         self.register_buffer("bias", bias_N)
         self.bias: Tensor | None
         self.values_VC = torch.empty(1, 0)
-        """This layer's values. The engine sets them before each call. It clears them after losses and
-        gradients, but not after text generation."""
+        """This layer's values. The engine sets them before each call. After losses and gradients it clears
+        them. After text generation it does not."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [V * B, T, K], or [V * B * T, K] for OPT, to N columns."""
@@ -311,9 +315,9 @@ def tiles(weight: Tiled) -> list[slice]:
 
 
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to the device.
+    """Copy an array to the device, even if the device is a CPU.
 
-    It is also copied for a CPU, because a package's arrays are read-only maps of a file.
+    A tensor must not share memory with a package's arrays, which are read-only maps of a file.
     """
     return torch.tensor(array, device=device)
 
@@ -331,7 +335,8 @@ class _TiledProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d: Tensor) -> Any:
         (d_MN,) = d
-        # A sum in float32 has an error of 0.2 %. A sum of 256 terms in bfloat16 has one of 1.9 %.
+        # Sum in float32, also for bfloat16. For 256 terms, the error of the sum is 0.2 % in float32 and 1.9 %
+        # in bfloat16.
         d_MK = torch.zeros(len(d_MN), ctx.weight.shape[1], device=d_MN.device)
         for rows in tiles(ctx.weight):
             d_MK += d_MN[:, rows] @ ctx.weight.tile(rows)
@@ -361,7 +366,7 @@ def _sparse_rows(x_MK: Tensor, index_C: Tensor, start: Tensor, value_C: Tensor) 
 
     embedding_bag adds in a fixed order, so results are reproducible.
     """
-    # Each output row n is a bag. It sums rows of `x_MK.T` (one for each feature), weighted by the values.
+    # Each output row n is a bag. It sums rows of `x_MK.T` (one row for each feature), weighted by the values.
     summed_NM = functional.embedding_bag(
         index_C, x_MK.T.contiguous(), start, mode="sum", per_sample_weights=value_C, include_last_offset=True
     )

@@ -51,8 +51,8 @@ class CodedLayer(nn.Module):
             return self.stand_in(hidden, arguments)
         if not torch.is_grad_enabled():
             return self.layer(hidden, **arguments)
-        # The reentrant form gives no gradients if the input of the layer needs none, as in the first layer.
-        # Dropout is off, so there is no random state to preserve.
+        # Do not use the reentrant form. If the input of a layer needs no gradient (as in the first layer), it
+        # gives none for the values either. Dropout is off, so there is no random state to preserve.
         return checkpoint(self.layer, hidden, use_reentrant=False, preserve_rng_state=False, **arguments)
 
 
@@ -60,8 +60,8 @@ class CodedLayer(nn.Module):
 class CodedModel:
     """A causal language model of transformers.
 
-    Text generation calls `module` as a whole. For losses, an engine calls its parts one by one, because
-    variants share layers: `enter`, then the layers, then `logits`.
+    Text generation calls `module` as a whole. For losses, an engine calls the parts of the model one by one,
+    because variants share some layers: `enter`, then the layers, then `logits`.
 
     Attributes:
         module: the whole model.
@@ -69,7 +69,7 @@ class CodedModel:
         linears: the quantized layers, in the order of the package.
         head: computes logits at the selected positions.
         vocabulary: the number of tokens.
-        positions: the longest sequence, or None without a limit.
+        positions: the length of the longest sequence, or None without a limit.
     """
 
     module: Any
@@ -91,13 +91,13 @@ class CodedModel:
 
     def enter(self, ids_BT: Tensor) -> tuple[Tensor, list[Arguments]]:
         """Return the input of the first layer, [B, T, H], and the other arguments of each layer."""
-        # transformers computes embeddings, mask and positions. `note` replaces the layers, and records
-        # what each of them would get.
+        # transformers computes embeddings, mask and positions. `note` takes the place of each layer, and
+        # records what the layer would get.
         entered: list[Tensor] = []
         arguments: list[Arguments] = []
 
         def note(hidden: Tensor, given: Arguments) -> Tensor:
-            # The causal mask is the same for all rows, so one row broadcasts to any number of them.
+            # The causal mask is the same for all rows. Keep one row, which broadcasts to any number of rows.
             mask = given.get("attention_mask")
             entered.append(hidden)
             arguments.append(given if mask is None else given | {"attention_mask": mask[:1]})
@@ -109,7 +109,7 @@ class CodedModel:
     def logits(self, state_LH: Tensor) -> Tensor:
         """Return the float32 logits [L, D] of states after the last layer."""
         self.head.place_L = slice(None)
-        # The ids do not matter: the stand-ins replace the hidden states.
+        # The ids do not matter: the stand-ins ignore their input and return the states.
         any_ids = torch.zeros(1, 1, dtype=torch.int64, device=state_LH.device)
         logits: Tensor = self._around(self.module, any_ids, lambda *_: state_LH[None]).logits
         return logits
@@ -132,14 +132,15 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
         InputError: the family is unknown, or its attention is not causal.
     """
     config = transformers_config(package.config)
-    # torch's own attention silently ignores a soft cap of the scores (Gemma 2).
+    # "sdpa" (torch's own attention) silently ignores a soft cap of the scores, so Gemma 2 needs "eager".
     attention = "sdpa" if getattr(config, "attn_logit_softcapping", None) is None else "eager"
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.eval().requires_grad_(False)
-    # Rotary frequencies are buffers. No package holds them, and on "meta" they have no numbers.
+    # Compute the buffers, such as rotary frequencies. No package holds them, and on "meta" they have no
+    # numbers.
     restore_buffers(model, device)
-    # `set_values` divides the values among the layers in the order of the package.
+    # Keep the order of the package, in which `set_values` divides the values among the layers.
     linears = tuple(_linear(model, package, info, device, dtype) for info in package.manifest.tensors)
     # Replace the tables before `_fill`, which loads all parameters that remain.
     head = _tables(model, package, device, dtype)
@@ -161,11 +162,12 @@ def load_coded_model(package: Package, device: torch.device, dtype: torch.dtype)
 def _positions(package: Package, most: int | None) -> int | None:
     """Return the length of the longest sequence, or None without a limit.
 
-    Some rotary embeddings are valid only up to a length (`permille.models.rope`).
+    The limit can be below `most`, because some rotary embeddings are valid only up to a length
+    (`permille.models.rope`).
     """
     try:
         return architecture_of(package.config).positions
-    except InputError:  # transformers supports this model, but `architecture_of` does not
+    except InputError:  # transformers supports this model, but `permille.models.architecture` does not
         return most
 
 

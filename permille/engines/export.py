@@ -2,10 +2,10 @@
 
 `export_transformers` writes decoded weights with the sparse values set, or with an adapter merged.
 `export_peft` writes an adapter alone. Load the adapter onto the package's own model (exported without values)
-or onto the source model. The source model is not quantized, so the results differ a little.
+or onto the source model. The source model is not quantized, so results with it differ a little.
 
 Tensors are written one by one, so memory depends on the size of the largest tensor, not on that of the model.
-A folder appears only when it is complete. If the export fails, there is none.
+A folder appears only when it is complete. A failed export leaves no folder.
 """
 
 import json
@@ -69,12 +69,13 @@ def export_peft(package: Package, values_K: NDArray[np.float32] | None, folder: 
 
     Args:
         package: a package with an adapter.
-        values_K: float32 [k], the adapter's numbers. None takes those of the package, with which the adapter
+        values_K: float32 [k], the adapter's numbers. None takes those of the package. With them, the adapter
             changes nothing.
         folder: a new or empty folder. Its parent folder must exist.
 
     Raises:
-        InputError: the package has a mask instead of an adapter, or `export_transformers` would raise it.
+        InputError: the package has a mask instead of an adapter, the values have another shape or dtype or
+            are not finite, or the folder is not empty.
         OSError: the file system failed. No folder is left.
     """
     adapter = package.manifest.adapter
@@ -99,7 +100,7 @@ def _peft_config(package: Package, adapter: AdapterInfo) -> bytes:
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        # The user names the base: an export of the package, or the source model.
+        # The user chooses the base when loading the adapter: an export of the package, or the source model.
         "base_model_name_or_path": None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
@@ -138,7 +139,7 @@ def adapter_matrices(
     for info in package.manifest.tensors:
         if info.count:
             a_RK, part = package.adapter_matrix(info.name), values_K[start : start + info.count]
-            # FORMAT 4.10: the values are A, then B. The A of LoRA-FA is not among them.
+            # FORMAT 4.10: the values are A, then B. The A of LoRA-FA is frozen and not among the values.
             b_N = part[info.count - info.shape[0] * len(a_RK) :]
             trained = part[: info.count - len(b_N)]
             yield info, trained.reshape(a_RK.shape) if len(trained) else a_RK, b_N.reshape(-1, len(a_RK))

@@ -40,10 +40,12 @@ def open_engine(
     Raises:
         InputError: the name is unknown, the engine's extra is not installed, or the engine does not support
             the package or an argument.
-        OperatorError, PackageError: the engine's constructor raised it.
+        OperatorError: torch does not find the device.
+        PackageError: the package breaks its format, or its program was not fetched or belongs to another
+            package.
     """
     chosen = choice_of(EngineName, name, "an engine")
-    # Only torch supports other devices and compute dtypes.
+    # All engines support float32 on cpu. Only torch supports anything else.
     plain = device == "cpu" and compute_dtype == "float32"
     if chosen is EngineName.TORCH or (chosen is AUTO and not (plain and _light_knows(package))):
         return _torch(package, device, compute_dtype, threads)

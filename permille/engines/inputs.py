@@ -1,7 +1,7 @@
 """Checks of an engine's inputs. numpy only.
 
-An index outside of the vocabulary could read memory outside of the array or crash the process. So every input
-is checked here before an engine uses it.
+A token id outside of the vocabulary could read memory outside of an array, or crash the process. So every
+input is checked here before an engine uses it.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.zo.estimators import Batch, SoftTargets
 
-_MOST_NAMED = 1024
+_MOST_NAMED = 1024  # the largest number of tokens that a soft target can list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def check_batch(batch: Batch, limits: ModelLimits, *, soft: bool = False) -> Bat
         if not soft:
             raise InputError("This engine does not support soft targets. Use the light or the torch engine.")
         _check_soft(batch.soft, int(batch.target_BT.sum()), limits)
-    # Padding must be on the right. Attention is causal, so no token then attends to padding.
+    # Padding must be on the right. Attention is causal, so no token attends to padding on its right.
     length_B = batch.attention_BT.sum(axis=1)
     if (batch.attention_BT != (np.arange(batch.attention_BT.shape[1]) < length_B[:, None])).any():
         raise InputError("expected attention to be true from the left, then false (right padding)")
@@ -128,7 +128,7 @@ def _check_soft(soft: SoftTargets, targets: int, limits: ModelLimits) -> None:
     _check_ids(ids_RN, limits)
     if (np.diff(np.sort(ids_RN, axis=1), axis=1) == 0).any():
         raise InputError("The ids of a soft target must be distinct.")
-    # Written so that NaN fails the comparison.
+    # Compare in this way, because NaN then fails the comparison.
     if not (probability_RN >= 0).all() or not (probability_RN.sum(axis=1) <= 1.001).all():
         raise InputError("The probabilities of a soft target must be at least 0 and add up to at most 1.")
 

@@ -2,7 +2,7 @@
 
 An engine holds one package on one device. The caller passes the sparse values (the trained weights), often
 several variants of them that differ by a perturbation. An engine knows nothing of seeds, directions or
-optimizers. It returns NaN and infinite losses unchanged.
+optimizers. A loss may be NaN or infinite. An engine returns such a loss and raises no error.
 
 Arrays: V variants, K masked weights of the whole package (tensors concatenated in `tensor_id` order),
 B sequences, T positions.
@@ -20,13 +20,14 @@ from permille.engines.sampling import TokenSampling
 from permille.zo.estimators import Batch, Differentiable, LossEngine
 
 REVERSE_PASSES = 3
-"""A gradient takes three passes through a layer: forward, forward again in the reverse pass, and backward."""
+"""A gradient takes three passes through a layer: forward, forward again (to recompute the intermediate results
+of the layer), and backward."""
 
 
 class EngineInfo(TypedDict):
     """Description of an engine in a report.
 
-    A resumed run computes the same bits only on an engine with an equal description.
+    A resumed run computes the same bits as an uninterrupted one only if its engine has the same description.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Engine(LossEngine, Protocol):
     def layer_passes(self) -> int:
         """Count how often a sequence has passed through a decoder layer so far, forward or backward.
 
-        The passes of all variants add up. Work that variants share counts once. Some results pages divide
+        The passes of all variants add up. A pass that variants share counts once. Some results pages divide
         this number by the number of layers, and call the quotient row passes.
         """
 

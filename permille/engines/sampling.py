@@ -69,9 +69,9 @@ def generate_tokens(
     """Yield new token ids one by one, up to a stop id.
 
     Args:
-        next_logits: takes the ids that follow those of earlier calls, and returns the logits [D] of the
-            token after them.
-        prompt_ids: int64 [T], the ids of the first call.
+        next_logits: returns the logits [D] of the next token. The first call gets the prompt. Each later call
+            gets only the token that was chosen last.
+        prompt_ids: int64 [T], the prompt.
         room: the largest number of new tokens.
     """
     # Each text has its own random generator, so that other calls do not change its tokens.
@@ -143,5 +143,5 @@ def _sampled(logit_D: NDArray[np.float64], sampling: TokenSampling, rng: np.rand
     # The token at which the sum reaches top_p belongs to the set.
     kept = min(int(np.searchsorted(cumulative_D, sampling.top_p)) + 1, len(cumulative_D))
     drawn = rng.random() * cumulative_D[kept - 1]
-    # The product above can round up to the full sum. The index found is then one past the last token.
+    # `drawn` can round up to the full sum. The index is then one past the last token, so bound it.
     return int(order_D[min(int(np.searchsorted(cumulative_D[:kept], drawn, side="right")), kept - 1)])

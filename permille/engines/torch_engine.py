@@ -4,11 +4,11 @@
     losses_V = engine.losses(values_VK, batch)
 
 Weights stay in the codes of the package (`coded_layers`). Work that variants share is done once
-(`variants`). torch's reverse mode computes gradients. For these, each decoder layer keeps only its input and
-recomputes the rest. Losses are float32 for any compute dtype, and their mean is computed in float64.
+(`variants`). torch's reverse mode computes gradients. For gradients, each decoder layer keeps only its input
+and recomputes the rest. Losses are float32 for any compute dtype, and their mean is computed in float64.
 
-# Legend: V variants, K masked weights, B sequences, T tokens, L target tokens, G groups of equal variants,
-# H hidden size, D vocabulary, N tokens that a soft target lists, S = G * L.
+# Legend: V variants, K masked weights, B sequences, T tokens, L target tokens, G groups of variants that have
+# had the same values so far, H hidden size, D vocabulary, N tokens that a soft target lists, S = G * L.
 """
 
 import threading
@@ -216,7 +216,7 @@ class TorchEngine:
         return found_VL
 
     def _states(self, values_VK: NDArray[np.float32], rows: _Rows) -> Iterator[tuple[Groups, Tensor]]:
-        """Yield groups of equal variants, and their states after the last layer."""
+        """Yield groups of variants with the same values, and the state of each group after the last layer."""
         run = _VariantsPass(self._model, self._counts, rows.ids_BT)
         entering = run.through(first_masked(self._spans))
         room = max(1, self._max_tokens // rows.ids_BT.numel())
@@ -224,7 +224,7 @@ class TorchEngine:
         self._layer_passes += run.layer_passes
 
     def _parts(self, batch: Batch, variants: int) -> Iterator[_Rows]:
-        """Yield the rows with targets, as many at a time as the bound on tokens allows."""
+        """Yield the rows with targets, as many at a time as `max_tokens` allows."""
         row_B = np.flatnonzero(batch.target_BT.any(axis=1))
         before_B = np.cumsum(batch.target_BT.sum(axis=1)) - batch.target_BT.sum(axis=1)
         # Take at least one row, however long it is.
@@ -243,7 +243,7 @@ class TorchEngine:
             )
 
     def _losses_of(self, rows: _Rows, state_GBTH: Tensor) -> Tensor:
-        """Return `-log p(token | earlier tokens)`, or the divergence from soft targets: [G, L]."""
+        """Return the loss of each target, [G, L]: `-log p(token | earlier tokens)`, or `divergence`."""
         groups = len(state_GBTH)
         logits_SD = self._model.logits(state_GBTH.flatten(1, 2)[:, rows.place_L].flatten(0, 1))
         if rows.soft is None:
@@ -258,7 +258,7 @@ class TorchEngine:
 
 
 class _VariantsPass:
-    """A `DecoderPass` of some rows. States are [G, B, T, H]."""
+    """A `DecoderPass` (see `permille.engines.variants`) of some rows. States are [G, B, T, H]."""
 
     def __init__(self, model: CodedModel, counts: tuple[int, ...], ids_BT: Tensor) -> None:
         entered_BTH, self._arguments = model.enter(ids_BT)
@@ -287,7 +287,10 @@ class _VariantsPass:
 
 
 def divergence(logits_LD: Tensor, ids_LN: Tensor, p_LN: Tensor) -> Tensor:
-    """Return `sum_i p_i log(p_i / q_i)`, [L]. All tokens that are not in `ids_LN` form one class."""
+    """Return `sum_i p_i log(p_i / q_i)`, [L], where p is the soft target and q is the softmax of the logits.
+
+    All tokens that are not in `ids_LN` together count as one token.
+    """
     log_q_LN = functional.log_softmax(logits_LD, dim=1).gather(1, ids_LN)
     named_L = (torch.xlogy(p_LN, p_LN) - p_LN * log_q_LN).sum(dim=1)
     rest_L = (1 - p_LN.sum(dim=1)).clamp(min=_LEAST_REST)

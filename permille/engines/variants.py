@@ -5,7 +5,7 @@ A layer runs once for all variants that have the same values in this layer and i
 For example, layers below the first perturbed one are computed once per batch. The light engine and the torch
 engine both follow this rule, so they report the same number of layer passes.
 
-# Legend: V variants, G groups of them, K masked weights.
+# Legend: V variants, G groups of variants, K masked weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ class DecoderPass(Protocol[State]):
 
 
 def layer_spans(package: Package) -> Spans:
-    """Return the slices of the values of each decoder layer."""
+    """Return, for each decoder layer, the slices of the package's values that belong to it."""
     found: list[list[slice]] = [[] for _ in range(int(package.config["num_hidden_layers"]))]
     start = 0
     for info in package.manifest.tensors:
@@ -67,15 +67,15 @@ def first_masked(spans: Spans) -> int:
 def run_variants(
     decoder: DecoderPass[State], values_VK: NDArray[np.float32], spans: Spans, state: State, *, room: int
 ) -> Iterator[tuple[Groups, State]]:
-    """Yield groups of equal variants, and their states after the last layer.
+    """Yield groups of variants with the same values, and the state of each group after the last layer.
 
     Args:
         decoder: the engine's pass.
         values_VK: the values of all variants.
         spans: the result of `layer_spans`.
         state: the state of a single group, before the lowest layer with a trained value.
-        room: the largest number of groups that go through a layer together. More groups are processed in
-            parts. Each part starts from a copy of the shared state.
+        room: the largest number of groups that go through a layer together. If there are more groups, they
+            are processed in parts of at most `room` groups. Each part starts from a copy of the state.
     """
 
     def above(first: int, groups: Groups, state: State) -> Iterator[tuple[Groups, State]]:
@@ -85,14 +85,14 @@ def run_variants(
                 for group, variants in enumerate(groups)
                 for part in agreeing(values_VK, variants, spans[number])
             ]
-            # Depth first: one part goes through all layers above before the next one starts, so at most
+            # Depth first: `room` groups go through all layers above before the next ones start, so at most
             # `room` states are computed together.
             if len(parts) > room:
                 kept = decoder.keep(state)
                 for begin in range(0, len(parts), room):
                     yield from above(number, *forked(parts[begin : begin + room], kept))
                 return
-            # Groups are only ever split, so an equal number means that no group was split.
+            # If there are as many parts as groups, no group was split.
             if len(parts) != len(groups):
                 groups, state = forked(parts, state)
             state = decoder.run_layer(number, state)
@@ -100,7 +100,8 @@ def run_variants(
 
     def forked(parts: list[tuple[int, list[int]]], state: State) -> tuple[Groups, State]:
         groups = [part for _, part in parts]
-        # Take the values of the first variant of a group. A group is split before its variants differ.
+        # Set the values of the first variant of each group. In the next layer, the others have the same, and
+        # the group is split before a layer in which they differ.
         chosen_GK = values_VK[[variants[0] for variants in groups]]
         return groups, decoder.fork(state, [group for group, _ in parts], chosen_GK)
 
@@ -109,7 +110,7 @@ def run_variants(
 
 
 def agreeing(values_VK: NDArray[np.float32], variants: list[int], spans: Sequence[slice]) -> Groups:
-    """Group the variants whose values in a layer are equal bit by bit."""
+    """Divide variants into groups that have the same values in a layer, bit by bit."""
     if len(variants) == 1:
         return [variants]
     found: dict[bytes, list[int]] = {}

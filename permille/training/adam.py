@@ -1,11 +1,12 @@
-"""Adam on the lattice: steps along the gradient that move each masked weight by an integer.
+"""Adam on the lattice: steps along the gradient that move each masked weight by whole units.
+
+In a state, each masked weight is its base plus an integer times a unit (`permille.zo.lattice`).
 
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2        g: the batch's gradient of the masked weights
     change = -rate * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + 1e-8)            (Kingma and Ba, algorithm 1)
 
-The rate starts at a share of the root mean square of the masked weights (adapters have another rule, see
-`learning_rate`), and falls to 0 over the steps. So there is no rate to search for. Each change is rounded to
-the nearest multiple of the lattice's unit.
+`learning_rate` computes the first rate from the package, so no search for a rate is needed. The rate falls to
+0 over the steps. Each change is rounded to the nearest multiple of the lattice's unit.
 
 Shapes: K = masked weights.
 """
@@ -27,13 +28,13 @@ from permille.package.reader import Package
 from permille.zo.lattice import STATE_LIMIT
 from permille.zo.records import StepFlag, StepRecord
 
-# The constants of `learning_rate`. On a model of 135 million weights, training at 15 times that rate
-# diverges, and even its lowest loss is higher.
+# The constants of `learning_rate`. A model of 135 million weights was also trained at 15 times the rate that
+# `learning_rate` returns. That training diverged, and even its lowest loss was higher.
 RATE = 0.3
 FULL_RATE_WEIGHTS = 6000
 ADAPTER_RATE = 0.12
-# The fewest units of the lattice in a change of size `rate`. There may be almost twice as many, because the
-# unit is a power of two.
+# A change of size `rate` has at least this many units of the lattice. It may have almost twice as many,
+# because the unit is a power of two.
 UNITS = 256
 # b1 and b2 (docs/adr/0009).
 _BETAS = (0.9, 0.99)
@@ -49,7 +50,7 @@ class Moments:
         taken: the number of earlier steps that were not rejected.
         s_K: the state, for runs without a log.
         coefficients: the coefficients of the previous step, for runs with a log. Together with `loss` and
-            `flags`, they form its record.
+            `flags`, they form the record of that step.
     """
 
     step: int
@@ -140,17 +141,19 @@ class Moments:
 def learning_rate(package: Package) -> float:
     """Return the rate of the first step, or 0 if all masked weights are 0.
 
-    A step moves every masked weight by up to the rate, and all moves lower the loss, so the effect grows with
-    the number of weights. For k weights, the rate is `0.3 min(1, 6000 / k)` times their root mean square.
-    This rule was measured with k = 3,624, 5,808 and 106,230 (docs/adr/0009).
+    For k masked weights, the rate is `0.3 min(1, 6000 / k)` times their root mean square. A step moves every
+    weight by up to the rate, and all these moves lower the loss. So the effect of a step grows with k, and
+    the rate must fall. The rule was measured with k = 3,624, 5,808 and 106,230 (docs/adr/0009).
 
     An adapter adds `alpha / rank * B A x` to the output of a linear layer with input x. A step of B changes
     an output by up to `alpha * rate` times the mean size of the elements of `A x`, for any rank. So the rate
-    is 0.12 over alpha. If A is trained, too, a step of A changes an element of `A x` by up to `width * rate`
-    times the mean size of the inputs, and B has moved by about `rate`. So the output changes by up to
-    `alpha * width * rate^2` times that mean. The rate keeps this factor at 0.25 or below, for the mean width
-    of the layers' inputs. In "LoRA+" (Hayou et al., 2024), a rate that A and B share falls with the same
-    square root of the width.
+    is 0.12 over alpha.
+
+    LoRA trains A, too. A step of A changes an element of `A x` by up to `width * rate` times the mean size of
+    the inputs. The elements of B, which start at 0, are then about as large as `rate`. So the output changes
+    by up to `alpha * width * rate^2` times the mean size of the inputs. The rate keeps this factor at 0.25 or
+    below, with the mean of the widths of all layers as `width`. In "LoRA+" (Hayou et al., 2024), a rate that
+    A and B share also falls with the square root of the width.
     """
     adapter = package.manifest.adapter
     if adapter is not None:
@@ -190,7 +193,7 @@ def adam_step(
         The state after the step. If the loss or gradient is not finite, or the state would leave the exact
         range, the step is rejected: only its number, loss and flags change.
     """
-    # The moments stay as they were, because one NaN in them would spoil all later steps.
+    # A rejected step leaves the moments as they were. One NaN in the moments would spoil all later steps.
     rejected = replace(moments, step=moments.step + 1, loss=loss, flags=int(StepFlag.REJECTED))
     if not (math.isfinite(loss) and np.isfinite(gradient_K).all()):
         return rejected
@@ -211,7 +214,7 @@ def _adam(
     taken = moments.taken + 1
     m_K = b1 * moments.m_K + (1 - b1) * gradient_K
     v_K = b2 * moments.v_K + (1 - b2) * gradient_K * gradient_K
-    # Moments are float32 to save memory. Their correction for the start from 0 is computed in float64.
+    # Moments are float32 to save memory. Moments start at 0, and the correction for that is in float64.
     mean_K = m_K.astype(np.float64) / (1 - _BETAS[0] ** taken)
     root_K = np.sqrt(v_K.astype(np.float64) / (1 - _BETAS[1] ** taken))
     return replace(moments, taken=taken, m_K=m_K, v_K=v_K), -rate * mean_K / (root_K + _TINY)

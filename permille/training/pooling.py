@@ -7,8 +7,8 @@
 The steps are those of a device (`permille.training.adam`). The last tenth of the rows is held out of
 training, to measure the result. As on a device, each step adds the gradient on some rows of the package's
 reference (general text). Other rows of the reference measure the loss on general text. If that loss rises too
-much, the state is scaled down. After a kill, a call with the same arguments and checkpoint continues, and
-ends with the same bits.
+much, the state is scaled down. After a kill, a call with the same arguments and checkpoint continues the
+training, and returns the same bits as a call that was not interrupted.
 
 Shapes: N = rows of the corpus, B = rows of a batch, T = tokens, K = masked weights.
 """
@@ -38,7 +38,7 @@ from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 from permille.zo.packed_state import StateHeader, StateOrigin, encode_state, pooled_state
 
-HELD_OUT_SHARE = 10  # one in this many rows is held out, and at least two rows
+HELD_OUT_SHARE = 10  # one in this many rows is held out, but at least two rows altogether
 STEPS_A_CHECKPOINT = 20
 SURE = 2.0  # a pooled state is better if its gain exceeds this many standard errors
 
@@ -65,7 +65,7 @@ class Pooled:
     """A trained state and its losses on the held-out rows, in nats per token.
 
     Attributes:
-        gain: how much the state lowers the loss, as the mean over the rows.
+        gain: how much the state lowers the loss, as the mean over the held-out rows.
         error: the standard error of the gain.
     """
 

@@ -1,6 +1,6 @@
 """The reference of a package: rows that keep a personal model close to the base.
 
-Some rows pull each training step towards the base's own predictions. The others measure the loss
+Some rows pull each training step towards the base's own predictions. The other rows measure the loss
 on general text.
 
     reference = Reference.of(package)
@@ -33,7 +33,8 @@ from permille.zo.estimators import Batch, SoftTargets
 ROWS_A_STEP = 2
 TEXT_TOKENS = 64
 TEXT_ROWS = 32  # the first half pulls, the second half measures
-# Masks use smaller seeds, so most sequences differ from those of the mask. A shared one does no harm.
+# The seed for sampling the reference's texts. Masks sample their texts with smaller seeds, so the two share
+# few sequences. A shared sequence does no harm.
 REFERENCE_SEED = 1 << 32
 ANSWER_TOKENS = 40
 MOST_CHAT_TOKENS = 160
@@ -54,7 +55,8 @@ MEASURING_QUESTIONS = (
     "Write one sentence about the sea.",
     "What do bees make?",
 )
-"""The questions of the measuring chat turns. `show` puts them to the base and to the personal model."""
+"""The questions of the measuring chat turns. The command `permille-agent show` asks the base and the personal
+model these questions."""
 
 
 class Chat(Protocol):
@@ -99,7 +101,8 @@ class Reference:
             turn = step * (ROWS_A_STEP // len(present)) + place // len(present)
             chosen.append(int(kind[turn % len(kind)]))
         chosen_N = np.array(chosen)
-        # FORMAT 4.12: only the targets of pulling rows have named tokens. They are stored row by row.
+        # FORMAT 4.12: named tokens (those that a soft target lists) are stored row by row, and only for the
+        # targets of pulling rows.
         stops_N = np.cumsum(np.where(rows.pulls_N, rows.targets(), 0))
         named = np.concatenate([np.arange(stops_N[n] - rows.targets()[n], stops_N[n]) for n in chosen])
         return _batch(
@@ -161,7 +164,7 @@ def make_reference(
         )
     found = _rows_of(rows)
     pulling = _batch(found, np.flatnonzero(found.pulls_N), None)
-    # The targets of the pulling rows are known only now, so the rows are made twice.
+    # `top_tokens` needs a batch of the rows, so make the rows first without named tokens, then with them.
     top = engine.top_tokens(values_K, pulling, NAMED_TOKENS)
     found = _rows_of(rows, top)
     return package.manifest.with_reference(write_reference(package.blobs, found), made)
@@ -194,7 +197,7 @@ def _rows_of(rows: Sequence[_Row], top: SoftTargets | None = None) -> ReferenceR
     if top is None:
         top = SoftTargets(ids_RN=np.zeros((0, 1), np.int64), probability_RN=np.zeros((0, 1), np.float32))
     return ReferenceRows(
-        # Pad with 0, which is a token of every vocabulary. `end_N` has the ends of the rows.
+        # Pad with 0, which is a token of every vocabulary. `end_N` says where each row ends.
         ids_NT=np.stack([np.pad(row.ids_T, (0, length - len(row.ids_T))) for row in rows]),
         begin_N=np.array([row.begin for row in rows]),
         end_N=np.array([len(row.ids_T) for row in rows]),

@@ -6,8 +6,8 @@ j is 8 for the whole trained state and 1 for the smallest part of it.
 
 Interpolating between base and trained weights loses a little of what was learned and avoids most
 of the damage to general text (Wortsman et al., "Robust fine-tuning of zero-shot models", arXiv
-2109.01903). Here the state is a vector of integers, so the result is exact. A device and a service
-that replays its log get the same state.
+2109.01903). Here the state is a vector of integers, so the result is exact. If a service replays a
+device's log, it gets the same state as the device.
 """
 
 from collections.abc import Callable

@@ -41,7 +41,7 @@ from permille.quantization.types import QuantizedTensor, Scheme
 BLOCK = 32
 WEIGHT = np.float32(300)
 """The squared error of a masked weight counts this many times as much as that of another weight. The mask has
-some 30 % of the Fisher information in 0.1 % of the weights."""
+some 30 % of the Fisher information in 0.1 % of the weights, so a masked weight matters 300 times as much."""
 # The number of blocks whose candidates are in memory at once. A block may have over a hundred candidates.
 _CHUNK_BLOCKS = 1 << 13
 # The largest finite float16.
@@ -52,7 +52,7 @@ values."""
 
 
 class BlockType(StrEnum):
-    """Storage types of the weights of linear layers. Only F32 is lossless.
+    """Storage types of the weights of linear layers. Only F32 stores every weight exactly.
 
     SOURCE keeps the type of each tensor in a package of scheme `source`.
     """
@@ -66,13 +66,13 @@ class BlockType(StrEnum):
 
 
 ENCODED = (BlockType.F32, BlockType.F16, BlockType.Q8_0, BlockType.Q4_0)
-"""Types that `encode` writes. The others need a package of scheme `source`."""
+"""Types that `encode` writes. `encode_source` writes the others, for packages of scheme `source`."""
 OWN_CODES = {BlockType.Q8_0: Scheme.INT8, BlockType.Q4_0: Scheme.INT4}
 """The scheme whose codes a type stores unchanged."""
 
 
 def fits(kind: BlockType, columns: int) -> BlockType:
-    """Return the type for a number of columns: float16 if blocks do not fill the rows.
+    """Return the type for rows of `columns` weights: F16 instead of Q8_0 or Q4_0 if blocks do not fill a row.
 
     >>> fits(BlockType.Q8_0, 100).value
     'f16'
@@ -104,7 +104,8 @@ def encode(
         kind: the type.
         weight_NK: the weights, with the masked values set.
         mask_k: the flat indices of the masked weights.
-        codes: the codes of the other weights, of the scheme in `OWN_CODES`. Q4_0 is lossless only with them.
+        codes: the package's codes, if their scheme is the one in `OWN_CODES`. Blocks without a masked weight
+            then keep these codes. None rounds all weights to new codes.
         name: the tensor, for messages.
 
     Raises:
@@ -288,8 +289,9 @@ def _grids_with_minimum(
     """Return candidates for scale and minimum of Q4_1 in float16, [B, C, 2].
 
     The candidates are the block's own pair, the pair for the range of its weights, and some pairs for each
-    masked value v. Their scales are those of the first two pairs, and `r / n` for n from 1 to 15. Here, r is
-    the distance from v to an end of the range. The minimum is v minus a whole number of steps of the scale.
+    masked value v. The scale of a pair for v is that of one of the first two pairs, or `r / n` for n from 1
+    to 15. Here, r is the distance from v to an end of the range. The minimum is v minus a whole number of
+    steps of the scale.
     """
     low_B, high_B = weight_BS.min(axis=1), weight_BS.max(axis=1)
     range_B = _half((high_B - low_B) / np.float32(15))
@@ -308,9 +310,9 @@ def _grids_with_minimum(
 def _aimed_at(
     weight_BS: NDArray[np.float32], masked_BS: NDArray[np.bool_], otherwise_B: NDArray[np.float32]
 ) -> Iterator[NDArray[np.float32]]:
-    """Yield the largest masked value of each block, then the second largest, and so on.
+    """Yield the largest masked value of each block, then the second largest, and so on, float32 [B].
 
-    A block without such a value has `otherwise_B`.
+    If a block has fewer masked values, its place has the number of `otherwise_B`.
     """
     row = np.arange(len(weight_BS))
     # The keys of masked values are at most 0, so all other weights come after them.

@@ -22,7 +22,7 @@ _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
 _SCALED_BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
 """The 27B models, by family and number of layers. llama.cpp recognises them in this way, too.
 
-Their scores are scaled by `(hidden size / heads) ** -0.5`.
+llama.cpp scales their attention scores by `(hidden size / heads) ** -0.5`.
 """
 # Families whose biases llama.cpp reads.
 _BIASED = (Family.LLAMA, Family.QWEN2, Family.GPT_NEOX, Family.GRANITE)
@@ -88,11 +88,14 @@ class Description:
             writer.add_sliding_window(next((each.window for each in decoder.layers if each.window), 0))
 
     def row_order(self, name: str, rows: int) -> NDArray[np.int64] | None:
-        """Return llama.cpp's order of a tensor's rows, or None if it does not change."""
+        """Return llama.cpp's order of a tensor's rows, or None if it is the order of the package."""
         return row_order(self.decoder.family, self.config, name, rows)
 
     def adds_one(self, name: str) -> bool:
-        """Return whether llama.cpp multiplies by `w` where transformers multiplies by `1 + w`."""
+        """Return whether the file must hold `1 + w` for a weight w.
+
+        For such a norm, transformers multiplies by `1 + w`, and llama.cpp multiplies by what the file holds.
+        """
         return adds_one(self.decoder.family, name)
 
     @property
