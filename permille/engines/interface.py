@@ -20,8 +20,8 @@ from permille.engines.sampling import TokenSampling
 from permille.zo.estimators import Batch, Differentiable, LossEngine
 
 REVERSE_PASSES = 3
-"""A gradient takes three passes through a layer: forward, forward again (to recompute the intermediate results
-of the layer), and backward."""
+"""A gradient takes three passes through a layer: forward, forward again (which recomputes the intermediate
+results), and backward."""
 
 
 class EngineInfo(TypedDict):

@@ -1,8 +1,8 @@
 """Compile the library that connects to ExecuTorch's runtime: `python -m permille.engines.executorch.build`.
 
-The library lies beside this file. It is compiled by a C++ compiler on the machine that uses it, against
-headers and libraries of the `executorch` wheel. These need no torch, so a device installs the wheel
-without dependencies. For Android, use the NDK (docs/howto/train-with-executorch.md).
+The library is written beside this file. It is compiled on the machine that uses it, by a C++ compiler, with
+the headers and libraries of the `executorch` wheel. These headers and libraries need no torch, so a device
+installs the wheel without its dependencies. For Android, use the NDK (docs/howto/train-with-executorch.md).
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ def runtime_folder() -> Path:
 
 
 def programs_run_here() -> bool:
-    """Return whether this machine has the runtime, and the library that connects to it."""
+    """Return whether this machine has ExecuTorch's runtime and the library that connects to it."""
     return LIBRARY.is_file() and importlib.util.find_spec("executorch") is not None
 
 
@@ -55,7 +55,8 @@ def build(library: Path = LIBRARY) -> Path:
     # Rename the finished file, because another process may have the old library mapped.
     part = library.with_name(f"{library.name}.{os.getpid()}.part")
     command = [compiler, *_FLAGS, *_DEFINES, f"-I{wheel / 'include'}", f"-I{portable}", "-w", str(SOURCE)]
-    # Some of these libraries only register kernels or a backend, so no symbol refers to them.
+    # Some of these libraries only register kernels or a backend. No symbol refers to them, so the linker
+    # would drop them.
     libraries = ["-Wl,--no-as-needed", *(f"-lexecutorch{name}" for name in _NEEDED)]
     # The path is stored in the library, so the wheel's libraries are found without LD_LIBRARY_PATH.
     found = [f"-L{wheel / 'lib'}", f"-Wl,-rpath,{wheel / 'lib'}"]

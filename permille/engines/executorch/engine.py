@@ -1,11 +1,11 @@
 """The engine of an exported program: losses of variants by ExecuTorch's runtime, without torch.
 
 An export fixes the shape of a program, so a call is cut into passes of this shape. Each row of a pass is a
-pair of a variant and a sequence. Unused rows are computed and ignored. Attention is causal, so padding
-changes no loss.
+pair of a variant and a sequence. The program also computes unused rows, and the engine ignores their losses.
+Attention is causal, so padding changes no loss.
 
-This engine computes neither gradients nor text. Train with an estimator of losses, and use another engine to
-generate text.
+This engine computes neither gradients nor text. Train with a method that needs only losses (`zeroth-order`),
+and use another engine to generate text.
 
 # Legend: V variants, B sequences, T tokens, R rows of the program, S pairs of variant and sequence.
 """
@@ -38,13 +38,14 @@ class ExecutorchEngine:
 
         Args:
             package: the package.
-            threads: the threads of the runtime in the whole process. None takes all processors.
+            threads: the number of threads of the runtime in the whole process. None takes one for each
+                processor that the process may use.
 
         Raises:
             InputError: the package has no program, the runtime is not installed, the library that connects to
                 it is not built, or the runtime refuses the program.
-            PackageError: `program-binding`: the program belongs to another package. `blob-missing`: it was
-                not fetched.
+            PackageError: `program-binding`: the program belongs to another package. `blob-missing`: the
+                program was not fetched.
         """
         if threads is not None and threads < 1:
             raise InputError(f"threads must be at least 1, not {threads}.")
@@ -53,7 +54,8 @@ class ExecutorchEngine:
         if path is None:
             raise InputError("The package has no program. Make one: `permille exports create`.")
         self._program = Program(path, threads=self._threads)
-        # A program stores the digest of the package that it was made from, without later additions.
+        # A program stores the digest of the package that it was made from. `parent()` is that package,
+        # without later additions such as the program itself.
         digest, parent = np.zeros(32, np.uint8), package.manifest.parent().digest
         self._program.run("package", (), digest)
         if (found := f"sha256:{digest.tobytes().hex()}") != parent:
@@ -83,12 +85,15 @@ class ExecutorchEngine:
 
     @property
     def layer_passes(self) -> int:
-        """Count passes of one sequence through one decoder layer so far. A program computes all its rows."""
+        """Count passes of one sequence through one decoder layer so far.
+
+        A program computes all rows of each pass, so unused rows count, too.
+        """
         return self._layer_passes
 
     @property
     def shape(self) -> ProgramShape:
-        """Return the size limits of one pass of the program."""
+        """Return the sizes of one pass of the program."""
         return self._shape
 
     def info(self) -> EngineInfo:
@@ -153,14 +158,14 @@ class ExecutorchEngine:
                 variant_R[: len(pair)] = variant - variant[0]
                 ids_RT[:] = 0
                 ids_RT[: len(pair), :tokens] = batch.input_ids_BT[row]
-                # The program computes unused rows, too.
+                # The program also computes the unused rows.
                 self._layer_passes += rows * self._layers
                 self._program.run("forward", (values, variant_R, ids_RT), loss_RT)
                 found[first:last] = loss_RT[: len(pair), : tokens - 1]
         return found.reshape(len(values_VK), sequences, -1)
 
     def _passes(self, variants: int, sequences: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of pairs, ordered by variant, that fit one pass each."""
+        """Yield ranges of pairs. The pairs are ordered by variant, and each range fits into one pass."""
         first = 0
         while first < variants * sequences:
             # A pass has at most `self._shape.variants` variants. It may start in the middle of a variant's

@@ -4,16 +4,17 @@
     write_manifest(package.blobs, package.manifest.with_addition(layer, {"weights": "float32"}))
 
 The program reads the frozen weights once for all variants (as in P-RGE, section 3.4, but with the sparse
-values instead of LoRA's B). As for every engine, the caller perturbs the values. `sparse_add` is an operator
-of its own, so that a runtime can replace it by its own implementation.
+values instead of LoRA's B). As for every engine, the caller perturbs the values. `sparse_add` is a separate
+operator, so that a runtime can replace it by another implementation.
 
 The XNNPACK backend computes in float32. For an int4 package, it can also compute with the 4-bit codes and
-8-bit activations. Scales are then rounded to bfloat16, which XNNPACK needs. Linear layers whose row length is
-not a multiple of the group size stay float32. Sparse values, attention, norms and head are float32 in both
-cases.
+8-bit activations. In this case, scales are rounded to bfloat16, which XNNPACK needs, and linear layers whose
+row length is not a multiple of the group size stay float32. Sparse values, attention, norms and head are
+float32 in both cases.
 
-# Legend: V variants, R rows of the pass (a sequence under a variant each), T tokens, K and N inputs and
-# outputs of a linear, C its masked weights; `values_VK` has the masked weights of the whole package.
+# Legend: V variants, R rows of the pass (each row is a sequence with the values of one variant), T tokens, K
+# and N inputs and outputs of a linear layer, C its masked weights. In `values_VK` alone, K is the number of
+# masked weights of the whole package.
 """
 
 import os
@@ -41,7 +42,7 @@ from permille.package.manifest import Layer
 from permille.package.reader import Package
 from permille.quantization.types import QuantizedTensor, Scheme
 
-# The form of the operator that a runtime calls. It writes to planned memory.
+# The form of `sparse_add` that a runtime calls. It writes to memory that the exporter has planned.
 _LIBRARY = torch.library.Library("permille", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "sparse_add.out(Tensor y_RTN, Tensor x_RTK, Tensor values_VC, Tensor variant_R, Tensor row_C, "
@@ -51,7 +52,7 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 
 MAX_TOKENS = 512
 """The largest number of tokens that `model.pte` takes, if the model's positions set no lower limit. The
-program reserves memory for them."""
+program reserves memory for this many tokens."""
 BITS = {ProgramWeights.FLOAT32: 32, ProgramWeights.INT4: 8}
 """Bits of the inputs of linear layers, by the weights of the program."""
 
@@ -59,7 +60,7 @@ BITS = {ProgramWeights.FLOAT32: 32, ProgramWeights.INT4: 8}
 def export_program(
     package: Package, shape: ProgramShape, *, weights: ProgramWeights | str = ProgramWeights.FLOAT32
 ) -> Layer:
-    """Store a program among the package's blobs. During the export, memory holds the model several times.
+    """Store a program among the package's blobs. The export takes several times the memory of the model.
 
     Raises:
         InputError: no exporter is installed, the family is unknown, the package has an adapter, or 4-bit
@@ -95,14 +96,15 @@ def export_executorch(package: Package, values_K: NDArray[np.float32] | None, fo
     """Write a folder with `model.pte` and the tokenizer's files, for any ExecuTorch runtime with XNNPACK.
 
     The values are float32 constants of the program. An adapter is merged into the weights. The method
-    `forward` takes token ids I64 [1, T] and returns logits F32 [1, T, vocabulary], with T from 2 to
-    `MAX_TOKENS` or to the model's positions.
+    `forward` takes token ids I64 [1, T] and returns logits F32 [1, T, vocabulary]. T is from 2 to
+    `MAX_TOKENS`, or to the model's positions if these are fewer.
 
     Returns:
         The size of `model.pte`.
 
     Raises:
-        InputError: no exporter is installed, or `export_transformers` would raise it.
+        InputError: no exporter is installed, the family is unknown, the values have another shape or dtype or
+            are not finite, or the folder is not empty.
     """
     _check_exporter()
     module = _Logits(_float32_model(package, checked_values(package, values_K))).eval()
@@ -141,7 +143,10 @@ def _(y_RTN: Tensor, *_others: Tensor) -> Tensor:
 
 
 class DualSparseLinear(nn.Module):
-    """`y_v = x_v W_v^T + b`. The stored weight is 0 at the mask, where each variant adds values (ADR 12)."""
+    """`y_v = x_v W_v^T + b` for each variant v.
+
+    The stored weight is 0 at the mask. There, each variant adds its own values (ADR 12).
+    """
 
     def __init__(self, linear: nn.Linear, mask_C: NDArray[np.uint32]) -> None:
         """Wrap a linear layer whose weight is 0 at the mask. `mask_C` has flat indices."""
@@ -185,7 +190,7 @@ class DualModel(nn.Module):
 
 
 def dual_model(package: Package) -> DualModel:
-    """Build the module in float32, with every linear layer decoded.
+    """Build the module of a program in float32, with every linear layer decoded.
 
     Raises:
         InputError: the family is unknown, attention is not causal, or the package has an adapter.
@@ -215,7 +220,7 @@ def _float32_model(package: Package, values_K: NDArray[np.float32]) -> nn.Module
     config = transformers_config(package.config)
     state = {name: torch.tensor(array) for name, array in merged_tensors(package, values_K)}
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # transformers shows one even for a state that is in memory
+    logging.disable_progress_bar()  # transformers shows a progress bar even for a state that is in memory
     try:
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
             None, config=config, state_dict=state, dtype=torch.float32, attn_implementation="eager"
@@ -242,7 +247,7 @@ def _lower(exported: torch.export.ExportedProgram, constants: Mapping[str, Tenso
     lowered = to_edge_transform_and_lower(
         exported,
         partitioner=[XnnpackPartitioner()],
-        # Our operator is not one of torch's core operators.
+        # Skip the check for torch's core operators, because `sparse_add` is not one of them.
         compile_config=EdgeCompileConfig(_check_ir_validity=False),
         constant_methods=dict(constants),
     )
@@ -270,7 +275,8 @@ def _codes(quantized: QuantizedTensor, mask: np.ndarray[tuple[int], np.dtype[np.
 
     code = np.stack([quantized.packed >> 4, quantized.packed & 15], axis=1).reshape(-1)
     code_NK = (code.astype(np.int8) - np.int8(8))[: np.prod(quantized.shape)].reshape(quantized.shape)
-    # A code of 0 stands for a weight of 0. The variants add their own values there.
+    # A code of 0 stands for a weight of 0. So the product leaves out the masked weights, and `sparse_add`
+    # adds the values of each variant.
     code_NK.reshape(-1)[mask] = 0
     scale_NG = torch.from_numpy(quantized.scales.copy())
     tensor: Tensor = IntxUnpackedToInt8Tensor(

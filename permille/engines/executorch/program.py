@@ -51,7 +51,8 @@ class Program:
         code = self._library.program_open(str(path).encode(), threads or 0, ctypes.byref(self._opened))
         if code:
             raise InputError(f"This is no program of ExecuTorch: {self._error(code)}")
-        # Runs when the object is collected or the interpreter ends, so no caller has to close a program.
+        # `finalize` closes the program when this object is collected or the interpreter ends. So no caller
+        # has to close it.
         self._close = weakref.finalize(self, self._library.program_close, self._opened)
 
     def input_shape(self, method: str, index: int) -> tuple[int, ...]:
@@ -77,7 +78,8 @@ class Program:
         Raises:
             InputError: the runtime refuses the call.
         """
-        # Give the arrays a name, so that the memory behind the pointers lives until the call has ended.
+        # Keep references to the arrays, so that the memory behind the pointers lives until the call has
+        # ended.
         arrays = [np.ascontiguousarray(array) for array in inputs]
         sizes = np.array([size for array in arrays for size in array.shape], np.int32)
         code = self._library.program_run(

@@ -4,7 +4,7 @@
     exported.kept     # the share of the personal change that the file keeps
 
 Tensors are written one by one, so memory depends on the size of the largest tensor, not on that of the model.
-The folder appears only when it is complete. If the export fails, there is none.
+The folder appears only when it is complete. A failed export leaves no folder.
 """
 
 from collections.abc import Iterator
@@ -59,9 +59,9 @@ class GgufExport:
     Attributes:
         kind: the type of the linear layers.
         size_bytes: the size of the file.
-        kept: the share of the personal change that the file keeps. With `e` the squared error of the stored
-            values and `c` the squared change, this is `1 - e / c`. It is 1 if the values are those of the
-            package.
+        kept: the share of the personal change that the file keeps. It is `1 - e / c`, where `e` is the
+            squared error of the stored values, and `c` is their squared change from the values of the
+            package. It is 1 if no value has changed.
         as_float16: the number of linear layers stored in float16, because blocks of 32 do not fill their
             rows.
     """
@@ -83,8 +83,8 @@ def export_gguf(
 
     Linear layers, embedding and head are stored in the type `kind`. With Q4_0, embedding and head are stored
     in Q8_0. All other tensors are float32. With `source`, linear layers keep the bytes of the package, except
-    for blocks of 32 weights with a changed value. An embedding or head in Q8_0 then stays Q8_0, and any other
-    becomes float32.
+    for blocks of 32 weights with a changed value. With `source`, an embedding or head that the package has in
+    Q8_0 stays in Q8_0, and any other embedding or head becomes float32.
 
     Args:
         package: a package with a mask.
@@ -145,7 +145,7 @@ def _write_model(weights: "_Weights", vocabulary: Vocabulary | None, path: Path,
         if vocabulary is not None:
             vocabulary.write(writer)
         else:
-            # llama.cpp then loads the file, but takes only token ids, no text.
+            # With the model "none", llama.cpp loads the file, but takes only token ids as input, no text.
             writer.add_tokenizer_model("none")
         layout = weights.layout()
         first = next(iter(layout.values()))[0] if weights.kind is BlockType.SOURCE else weights.kind
@@ -153,7 +153,7 @@ def _write_model(weights: "_Weights", vocabulary: Vocabulary | None, path: Path,
         writer.add_file_type(_TYPES[first][1])
         # GGML_QNT_VERSION of llama.cpp, the version of the block formats.
         writer.add_quantization_version(2)
-        # GGUF lists all tensors before their data, so all types and shapes are needed first.
+        # A GGUF file lists all tensors before their data, so all types and shapes are written first.
         for tensor, (stored, shape) in layout.items():
             size = int(np.prod(shape[:-1])) * row_bytes(stored, shape[-1])
             writer.add_tensor_info(tensor, shape, np.dtype(np.float32), size, _TYPES[stored][0])
@@ -230,7 +230,7 @@ class _Weights:
             weight_NK = dequantize(codes)
             weight_NK.reshape(-1)[mask_k] = value_k
             data_NR = self._bytes_of(info, codes, weight_NK, mask_k)
-            # Decode what a reader of the file will see, because the types round most personal values.
+            # Decode the written bytes to measure the error, because the types round most personal values.
             written_NK = dequantize_gguf(data_NR, _TYPES[self._linear_type(info)][0])
             error_k = written_NK.reshape(-1)[mask_k] - value_k
             self._lost += float((error_k**2).sum(dtype=np.float64))
@@ -264,7 +264,8 @@ class _Weights:
         return BlockType(type_name(self._package.quantized(info.name)).lower())
 
     def _plain_type(self, name: str, shape: tuple[int, ...]) -> BlockType:
-        """Return the type of an unquantized tensor. llama.cpp needs biases and norms in float32."""
+        """Return the type of an embedding, head, norm or bias. llama.cpp needs biases and norms in
+        float32."""
         if len(shape) == 1:
             return BlockType.F32
         if self.kind is BlockType.SOURCE:

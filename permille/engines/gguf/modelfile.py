@@ -1,11 +1,12 @@
 """The `Modelfile` beside an exported file. It tells Ollama how to prompt the model.
 
-Ollama never runs the Jinja template in a GGUF file. It recognises some templates by their spelling, and sends
-bare text to all other models. So this module translates the template to Go. It renders messages with known
-contents, and takes the text around them as the parts of the Go template, a default system message included.
+Ollama never runs the Jinja template in a GGUF file. It recognises some templates by their spelling. With all
+other templates, it gives the model bare text. So this module translates the template to Go. It renders
+messages with known contents, and takes the text around these contents as the parts of the Go template. These
+parts include a default system message.
 
-The parts are then tried on other conversations. If they render one of them differently, the file gets no
-`TEMPLATE`, and a comment in it says so. Ollama then makes its own choice.
+The parts are then tried on other conversations. If the parts and the template render a conversation
+differently, the `Modelfile` gets no `TEMPLATE`, but a comment that says so. Ollama then makes its own choice.
 """
 
 import json
@@ -37,8 +38,8 @@ class ChatParts:
 
     Attributes:
         first: before a user's message that opens the conversation. It includes a default system message.
-        system: before the system message. None if the template refuses a system message. `render` then leaves
-            that message out.
+        system: before the system message. If the template refuses a system message, this is None, and
+            `render` leaves the message out.
         after_system: before the user's message that follows the system message.
         user, user_end: before and after each later message of the user.
         answer, answer_end: before and after each answer.
@@ -93,8 +94,8 @@ def modelfile(file: str, vocabulary: Vocabulary | None, positions: int) -> str:
     Args:
         file: the name of the file.
         vocabulary: the tokenizer, or None if the package has none.
-        positions: the longest sequence of the model. At most 4,096 are requested, because Ollama reserves
-            memory for them.
+        positions: the length of the model's longest sequence. The `Modelfile` requests at most 4,096
+            positions, because Ollama reserves memory for all that are requested.
 
     Example:
         FROM ./model.gguf
@@ -116,7 +117,10 @@ def modelfile(file: str, vocabulary: Vocabulary | None, positions: int) -> str:
 
 
 def chat_parts(template: str, variables: Mapping[str, str]) -> ChatParts | None:
-    """Split a chat template into its parts. Return None if it does more than put text around messages."""
+    """Split a chat template into its parts.
+
+    Return None if the template does more than put text around messages.
+    """
     # A template is a program of the model's author, so it runs only in the sandbox.
     sandbox = Sandbox()
 
@@ -163,7 +167,7 @@ def _taken_apart(render: Render) -> ChatParts | None:
         first=first,
         system=before[0] if before else None,
         after_system=before[1] if before else first,
-        # `following` is the end of an answer, and then the start of the next message of the user.
+        # `following` is the text after an answer: its end, and then the start of the user's next message.
         user=following[len(answered[2]) :],
         user_end=last[:shared],
         answer=between[shared:],
@@ -173,7 +177,10 @@ def _taken_apart(render: Render) -> ChatParts | None:
 
 
 def _around(text: str | None, said: Sequence[str]) -> list[str] | None:
-    """Return the texts between the messages. Return None unless each message occurs once, in order."""
+    """Return the texts before, between and after the messages `said`.
+
+    Return None unless each message occurs in the text exactly once, in order.
+    """
     pieces = []
     for one in said:
         if text is None or text.count(one) != 1:
@@ -184,7 +191,7 @@ def _around(text: str | None, said: Sequence[str]) -> list[str] | None:
 
 
 def _without_beginning(parts: ChatParts, vocabulary: Vocabulary) -> ChatParts:
-    """Drop the beginning token if llama.cpp already adds it to every text."""
+    """Drop the beginning-of-text token if llama.cpp already adds it to every text."""
     begin = _variables(vocabulary)["bos_token"]
     if not vocabulary.add_bos or not begin:
         return parts

@@ -3,8 +3,9 @@
 - `gpt2` first cuts a text into words by patterns that llama.cpp knows by name. It writes bytes as letters,
   and merges pairs in the order of a list.
 - `llama` is the encoding of sentencepiece. Spaces become `▁`, and unknown characters become bytes. llama.cpp
-  has no list of merges here. It merges any two adjacent pieces that form a token, and starts with the token
-  that has the best score. A tokenizer whose list of merges would give other tokens is refused.
+  uses no list of merges for it. It merges any two adjacent pieces that form a token, and starts with the pair
+  whose token has the best score. If the tokenizer's list of merges would give other tokens, the tokenizer is
+  refused.
 
 Normalization (NFC) is dropped. llama.cpp has no such step, and most text is NFC already.
 """
@@ -21,8 +22,8 @@ from permille.package.reader import Package
 from permille.tokenizer_files import TokenizerFiles, ends_of_turn, read_object
 
 _LONGEST = 256
-"""The largest number of letters of a `llama` token. The file is untrusted, and long tokens take long to
-check."""
+"""The largest number of letters of a `llama` token. The time to check a token grows with its length, and the
+file is untrusted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class Vocabulary:
         scores: for `llama`, the score of each token. The pair with the best score is merged first.
         space_first: for `llama`, whether a space is added before a text.
         special: ids of special tokens by llama.cpp's names: bos, eos, unk, pad, eot.
-        add_bos, add_eos: whether the token is added to every text.
+        add_bos, add_eos: whether the token bos or eos is added to every text.
         chat_template: the Jinja template, or None if the package has none.
     """
 
@@ -75,7 +76,7 @@ def vocabulary_of(package: Package, rows: int) -> Vocabulary:
     """Read the tokenizer of a package that has one.
 
     Args:
-        rows: the rows of the embedding. Ids without a token get a placeholder.
+        rows: the number of rows of the embedding. If a row has no token, it gets a placeholder.
 
     Raises:
         InputError: the tokenizer is malformed, or llama.cpp would give other tokens.
@@ -156,7 +157,8 @@ def _space_first(document: Mapping[str, Any]) -> bool:
             first = first or step.get("prepend_scheme", "always") != "never"
         elif not (
             (kind == "Replace" and step["pattern"] == {"String": " "} and step["content"] == SPACE)
-            or (kind == "Split" and step["pattern"] == {"String": " "})  # has no effect after Replace
+            # After `Replace`, the text has no spaces to split at.
+            or (kind == "Split" and step["pattern"] == {"String": " "})
         ):
             raise InputError(
                 f"llama.cpp lacks the tokenizer's step {kind!r:.60}. With bytes for unknown characters, it "
@@ -218,7 +220,7 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
             )
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]
-            # A single character is always a piece, even if it is no token: it then becomes bytes.
+            # A single character is always a piece. If it is no token, it becomes bytes.
             both = (left in ids or place == 1) and (right in ids or len(right) == 1)
             if both and (left, right) not in known:
                 raise _not_by_scores(token)
@@ -236,7 +238,7 @@ def _not_by_scores(token: str) -> InputError:
 
 
 def _around(document: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a special token is added before, and after, every text."""
+    """Return whether a special token is added before every text, and whether one is added after it."""
     for step in _steps(document.get("post_processor"), "processors"):
         if step["type"] == "TemplateProcessing" and step["single"]:
             return "SpecialToken" in step["single"][0], "SpecialToken" in step["single"][-1]
@@ -244,10 +246,10 @@ def _around(document: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _end_of_turn(generation: Mapping[str, Any], eos: int | None, known: list[int]) -> dict[str, int]:
-    """Return the token other than `eos` that ends an answer, if there is one.
+    """Return the token `eot`, which ends an answer and is not `eos`, if there is one.
 
-    The token is the last one that `generation_config.json` lists. If that file lists none, it is the last of
-    `known`, the tokens in the chat template that are known to end a turn.
+    It is the last such token that `generation_config.json` lists under `eos_token_id`. If that file has no
+    list, it is the last such token of `known`, the tokens in the chat template that are known to end a turn.
     """
     value = generation.get("eos_token_id")
     named = [one for one in value if isinstance(one, int)] if isinstance(value, list) else []

@@ -1,8 +1,8 @@
 """A low-rank adapter beside a linear layer: `y = W x + b + scale B (A x)` (FORMAT 4.10).
 
 `low = scale A x` is computed once for all tiles of a layer, from inputs in float32. Each tile of rows
-then adds its part of `B low`. In the reverse pass, with d the gradient at the output and `e = scale d
-B`:
+then adds its part of `B low`. In the reverse pass, `d` is the gradient at the output, and `e` is
+`scale d B`:
 
     d_B = d^T low,   d_A = e^T x,   d_x += e A
 
@@ -41,7 +41,7 @@ class LightAdapter:
     def __init__(
         self, rows: slice, columns: int, rank: int, scale: float, start: int, frozen_RK: Array | None
     ) -> None:
-        """Find the adapter's numbers.
+        """Compute where the numbers of A and B are in the values of the package.
 
         Args:
             rows: the rows of the stored matrix that belong to this layer.
@@ -54,7 +54,7 @@ class LightAdapter:
         self._rows, self._columns = rows.stop - rows.start, columns
         self._rank, self._scale = rank, np.float32(scale)
         self._frozen_RK = frozen_RK
-        # FORMAT 4.10: the values are A, then B. A frozen A is not among them.
+        # FORMAT 4.10: the values are A, then B. A frozen A is not among the values.
         middle = start + (0 if frozen_RK is not None else rank * self._columns)
         self._span_a = slice(start, middle)
         self._span_b = slice(middle + rank * rows.start, middle + rank * rows.stop)
@@ -69,20 +69,21 @@ class LightAdapter:
 
         groups, tokens = x_GMK.shape[:2]
         threads.each(part, [(group, rows) for group in range(groups) for rows in blocks(tokens, _PART)])
-        # Scale these R columns, because they are fewer than the outputs of the layer.
+        # Scale `low` and not the output, because `low` has fewer columns.
         low_GMR *= self._scale
         return LowRank(low_GMR=low_GMR, b_GNR=self._b(values_GK))
 
     def add_gradient(
         self, threads: Threads, x_MK: Array, d_out_MN: Array, value_K: Array, gradient_K: Array
     ) -> None:
-        """Add `d_B`, and also `d_A` if A is trained."""
+        """Add `d_B` to the gradient, and also `d_A` if A is trained."""
         low_MR = x_MK @ self._a(value_K).T
         low_MR *= self._scale
         d_b_NR = self._b(gradient_K[None])[0]
 
         def of_b(rows: slice) -> None:
-            # Each task owns its rows, so the order of the sums is fixed. `d_b` is a view of the gradient.
+            # Each task owns its rows, so the order of the sums is fixed. `d_b_NR` is a view of the gradient,
+            # so adding to the view changes the gradient.
             d_b_NR[rows] += d_out_MN[:, rows].T @ low_MR
 
         threads.each(of_b, blocks(self._rows, _PART))

@@ -1,9 +1,9 @@
 """Matrix products with numpy's BLAS library. A product can be written to a column range of a wider matrix.
 
-numpy itself writes a product only to a contiguous array. Its BLAS library accepts any distance between rows.
-scipy's wrappers would copy such arrays, and a device needs scipy for nothing else. The library is looked for
-where numpy's wheels put it. If it is not there (another BLAS, or a distribution's numpy), products go through
-a temporary array.
+numpy itself writes a product only to a contiguous array. Its BLAS library also accepts arrays with gaps
+between the rows. (scipy's wrappers of BLAS would copy such arrays, and a device needs scipy for nothing
+else.) This module looks for the library where numpy's wheels put it. If it is not there (another BLAS, or a
+distribution's numpy), numpy writes each product to a temporary array, which is then copied.
 
 The library is set to one thread, because the engine has threads of its own. This affects the whole process.
 """
@@ -38,7 +38,7 @@ class Blas:
         return "numpy's matmul" if self._library is None else self._library.name
 
     def product(self, a_MK: Array, b_NK: Array, out_MN: Array) -> None:
-        """Set `out = a b^T`. Rows must be contiguous, but need not be adjacent."""
+        """Set `out = a b^T`. Each row must be contiguous, but there may be gaps between rows."""
         self._multiply(a_MK, b_NK, out_MN, _TRANSPOSED, 0.0)
 
     def plain_product(self, a_MK: Array, b_KN: Array, out_MN: Array) -> None:

@@ -29,7 +29,7 @@ class TextPass(LossPass):
     """The pass of one growing sequence with one variant of the values."""
 
     def __init__(self, tools: Tools, model: LightModel, value_K: Array, room: int) -> None:
-        """Reserve memory for `room` tokens: those of the prompt and of the text together."""
+        """Reserve memory for `room` tokens: the prompt and the new tokens together."""
         self._model = model
         self._shape: Architecture = model.architecture
         super().__init__(tools, model.architecture, Workspace(), _tokens(0, 0))
@@ -42,7 +42,7 @@ class TextPass(LossPass):
     def begin(self, count: int) -> NDArray[np.int64]:
         """Start a pass of `count` tokens, and return their positions."""
         self._joined = _tokens(self.length, count)
-        # Drop the cosines and sines of earlier positions, which do not fit the new tokens.
+        # Drop the cosines and sines of the last pass, because the new tokens have other positions.
         self._tables = {}
         return self._joined.position_M
 
@@ -94,7 +94,7 @@ class TextPass(LossPass):
             self.linear([up], x_GMH, [out_GMI])
             numbers.activate(kind, out_GMI)
             return
-        # The whole gate is one vector here, so there is no need for tiles.
+        # The output of the gate is one vector here, so it is computed as a whole, not tile by tile.
         (up_GMI,) = self.buffers("up", x_GMH, up.rows)
         self.linear([gate, up], x_GMH, [out_GMI, up_GMI])
         numbers.activate(kind, out_GMI)
@@ -131,7 +131,7 @@ class TextPass(LossPass):
 def _rows_each(layer: LightLinear, threads: int) -> int:
     """Return the number of rows of a task.
 
-    Waking a thread for fewer than `_TASK_WEIGHTS` weights costs more than it saves.
+    A task has at least `_TASK_WEIGHTS` weights. Waking a thread for fewer costs more than it saves.
     """
     return max(-(-layer.rows // threads), -(-_TASK_WEIGHTS // layer.columns))
 

@@ -3,9 +3,9 @@
     engine = LightEngine(package, threads=4)
     losses_V = engine.losses(values_VK, batch)
 
-numpy's BLAS computes the products. Weights are dequantized a tile at a time, once for all variants of a call.
-The tokens of all sequences are joined end to end, without padding. Embedding and head are read from the
-mapped file.
+numpy's BLAS computes the products. Weights are dequantized a tile at a time, once for all variants that go
+through a layer together. The tokens of all sequences are joined end to end, without padding. Embedding and
+head are read from the mapped file.
 
 Token losses agree with those of the torch engine up to rounding (1e-5). The same call gives the same bits if
 the build and the number of threads are the same.
@@ -14,8 +14,8 @@ With `int8`, losses are computed with linear-layer inputs rounded to 8 bits. A s
 two thirds of the time on a processor with AVX2 (`docs/results/engine.md`). Sparse values, attention, norms
 and head stay float32. Gradients and generated text do not use 8-bit inputs.
 
-# Legend: V variants, G groups of them, K masked weights, B sequences, T tokens of a sequence, M tokens of all
-joined sequences, H hidden size, R target tokens.
+# Legend: V variants, G groups of variants, K masked weights, B sequences, T tokens of a sequence, M tokens of
+all joined sequences, H hidden size, R target tokens.
 """
 
 import threading
@@ -51,12 +51,13 @@ Array = NDArray[np.float32]
 
 # The largest number of tokens of all variants in one forward pass. It bounds the memory for activations. With
 # 1024 tokens of a 1.1B model, the peak memory is the size of the package plus about 120 MB, libraries
-# included. With 2048 tokens, it is the package plus about 160 MB, and a pass is a few percent faster.
+# included. With 2048 tokens, the peak is the package plus about 160 MB, and a pass is a few percent faster.
 DEFAULT_MAX_TOKENS = 1024
-# Matrix products of fewer tokens than this are slow. To avoid them, the engine runs fewer variants at a time.
+# Matrix products of fewer tokens than this are slow. If there are many variants, the engine runs fewer of
+# them at a time, so that a product has this many tokens.
 _FEW_TOKENS = 256
-# Memory for hidden states below the first masked layer. It suffices for 128 rows of 256 tokens of a 1.1B
-# model, and is used only if the lowest layer is not masked.
+# Memory for hidden states below the first masked layer. It suffices for 128 sequences of 256 tokens of a 1.1B
+# model. It is used only if the lowest layer is not masked.
 DEFAULT_KEPT_BYTES = 256 << 20
 
 
@@ -100,7 +101,7 @@ class LightEngine:
         self._workspace = Workspace()
         self._model: LightModel = load_model(package, self._tools)
         if int8:
-            # Check this now, so that an unsuitable package is refused before the first loss.
+            # Check each layer now, so that an unsuitable package is refused before the first loss.
             for linear in (linear for layer in self._model.layers for linear in layer.linears):
                 linear.int8_weight()
         self._reverse = ReversePass(self._exact, self._model, self._workspace)
@@ -169,7 +170,7 @@ class LightEngine:
         return SoftTargets(ids_RN=ids_RS, probability_RN=probability_RS.astype(np.float32))
 
     def gradient(self, values_K: Array, batch: Batch) -> tuple[float, Array]:
-        """Return the mean loss and its gradient. For any k, this is about three times the work of a loss."""
+        """Return the mean loss and its gradient. This is about three times the work of a loss, for any k."""
         check_values(values_K[None], self._model.limits)
         values_K = np.ascontiguousarray(values_K)
         batch = check_batch(batch, self._model.limits, soft=True)
@@ -227,7 +228,7 @@ class LightEngine:
         return found_VR
 
     def _states(self, values_VK: Array, joined: JoinedSequences) -> Iterator[tuple[Groups, Array]]:
-        """Yield groups of equal variants, with the hidden state that predicts each target, [g, R, H].
+        """Yield groups of variants with the same values, each with the states before the targets, [g, R, H].
 
         The results of a variant do not depend on how many variants go through a layer together.
         """
@@ -260,7 +261,7 @@ class LightEngine:
         """Return the hidden states [M, H] after the layers below all trained values."""
         x_1MH = self._model.embed(joined.id_M, joined.position_M)[None]
         run = LossPass(tools, self._model.architecture, self._workspace, joined)
-        # Layers below the mask have no trained values, so run one group with an empty vector.
+        # Layers below the mask have no trained values, so run one group with an empty vector of values.
         run.set_values(np.empty((1, 0), np.float32))
         for layer in self._model.layers[: self._model.first_masked]:
             run_layer(run, self._model.architecture, layer, x_1MH)
@@ -276,7 +277,7 @@ class LightEngine:
 
 
 class _VariantsPass(LossPass):
-    """A `DecoderPass` in work memory with room for several groups."""
+    """A `DecoderPass` (see `permille.engines.variants`) in work memory with room for several groups."""
 
     def __init__(
         self, tools: Tools, model: LightModel, workspace: Workspace, joined: JoinedSequences, room_GMH: Array

@@ -3,15 +3,15 @@
     loss(h, target) = logsumexp(W h) - (W h)[target]
     loss(h, p)      = sum_i p_i log(p_i / q_i),  q = softmax(W h)       soft targets (`SoftTargets`)
 
-Logits are computed for target positions only, one block of the vocabulary and some rows at a time.
-Maximum and sum are carried from block to block (Milakov and Gimelshein, "Online normalizer calculation
-for softmax", algorithm 3).
+Logits are computed for target positions only, one block of the vocabulary and some rows at a time. The
+largest logit and the sum of the exponentials are carried from block to block (Milakov and Gimelshein,
+"Online normalizer calculation for softmax", algorithm 3).
 
 Embedding and head stay in the mapped file, in the dtype of the package. Rows are converted to float32 a block
 at a time. A table is never converted as a whole.
 
-# Legend: R rows (target positions), H hidden size, D vocabulary, B a block of it, N named tokens of a row:
-# its target, or the tokens that its soft target lists.
+# Legend: R rows (target positions), H hidden size, D vocabulary, B a block of the vocabulary, N named tokens
+# of a row: its target, or the tokens that its soft target lists.
 """
 
 from collections.abc import Callable
@@ -97,7 +97,12 @@ class StoredMatrix:
 class _Running:
     """Running sums of some rows over the blocks so far.
 
-    `gradient_RH` is divided by `sum_R` only at the end.
+    Attributes:
+        top_R: the largest logit.
+        sum_R: the sum of `exp(logit - top)`.
+        chosen_RN: the logits of the named tokens.
+        gradient_RH: the sum of `exp(logit - top) W`. It is divided by `sum_R` only at the end.
+        chosen_slope_RN: the derivatives of the soft cap at `chosen_RN`.
     """
 
     hidden_RH: Array
@@ -165,7 +170,8 @@ class LightHead:
             self._cap(logit_RD[:, rows])
 
         whole = len(hidden_RH) == 1 and self._table.has_row_product
-        # Multiply a single row by the stored bytes, with one task for each thread. More rows share blocks.
+        # Multiply a single row by the stored bytes, with one task for each thread. For several rows, convert
+        # each block once.
         tasks = blocks(self._table.rows, -(-self._table.rows // self._tools.threads.count))
         self._tools.threads.each(block, tasks if whole else self._blocks)
         return logit_RD
@@ -178,7 +184,7 @@ class LightHead:
             for rows in blocks(len(target_R), _BLOCK_ROWS)
         ]
         for rows in self._blocks:
-            # Each block is converted once, for all rows.
+            # Convert each block once for all rows.
             weight_BH = self._shared_weight(rows)
             self._tools.threads.each(self._step(weight_BH, rows.start), parts)
         return parts
@@ -201,7 +207,7 @@ class LightHead:
 
     def _accumulate(self, part: _Running, logit_RB: Array, slope_RB: Array | None, weight_BH: Array) -> None:
         top_R = np.maximum(part.top_R, logit_RB.max(axis=1))
-        # Rescale the earlier sums to the new maximum, so that no exponential overflows.
+        # Rescale the sums so far to the new maximum, so that no exponential overflows.
         shrink_R = np.exp(part.top_R - top_R)
         logit_RB -= top_R[:, None]
         np.exp(logit_RB, out=logit_RB)

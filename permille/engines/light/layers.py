@@ -4,8 +4,8 @@ numpy computes the cases that the kernels of `permille.native.layers` do not acc
 up to rounding. Each function works on some rows and writes to an array of the caller, so threads can divide
 the rows among themselves.
 
-# Legend: M tokens, H width, T tokens of one sequence, S tokens that it attends to (its own among them), A
-heads, B key-value heads, D numbers of a head, E = rotated / 2.
+# Legend: M tokens, H width, T tokens of one sequence, S tokens that they attend to (the T tokens are the last
+of these), A heads, B key-value heads, D numbers of a head, E = rotated / 2.
 """
 
 import math
@@ -37,7 +37,10 @@ def norm(
 
 
 def standardized(kind: NormKind, x_MH: Array, epsilon: float) -> tuple[Array, Array]:
-    """Return `n = x r` and `r = 1 / sqrt(mean(x^2) + epsilon)` (LAYER: of the centred x)."""
+    """Return `n = x r` and `r = 1 / sqrt(mean(x^2) + epsilon)`.
+
+    For LAYER, `mean(x)` is first subtracted from x.
+    """
     if kind is NormKind.LAYER:
         x_MH = x_MH - x_MH.mean(axis=1, keepdims=True)
     mean_M = np.einsum("mh,mh->m", x_MH, x_MH) / np.float32(x_MH.shape[1])
@@ -46,7 +49,7 @@ def standardized(kind: NormKind, x_MH: Array, epsilon: float) -> tuple[Array, Ar
 
 
 def activate(kind: Activation, x: Array) -> Array:
-    """Apply the function pointwise, and return the result. `x` is overwritten, and may hold the result."""
+    """Apply the activation function pointwise, and return the result. `x` is overwritten."""
     if native.activate(kind.value, x):
         return x
     if kind is Activation.RELU:
@@ -63,7 +66,7 @@ def activate(kind: Activation, x: Array) -> Array:
 
 
 def slope(kind: Activation, x: Array) -> Array:
-    """Return the derivative of the function, pointwise."""
+    """Return the derivative of the activation function, pointwise."""
     if kind is Activation.RELU:
         return (x > 0).astype(np.float32)
     found: Array
@@ -93,7 +96,7 @@ def erf(x: Array) -> Array:
     >>> [round(float(y), 4) for y in erf(np.array([0.0, 1.0], np.float32))]
     [0.0, 0.8427]
     """
-    # Compute in float64, or the polynomial would lose the digits that 7.1.26 promises.
+    # Compute in float64. In float32, rounding would exceed the error of formula 7.1.26.
     t = 1 / (1 + _ERF_P * np.abs(x).astype(np.float64))
     series = np.zeros_like(t)
     for factor in reversed(_ERF_A):
@@ -114,7 +117,7 @@ def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
     half = cosine_ME.shape[1]
     cosine, sine = cosine_ME[:, None], sine_ME[:, None]
     first, second = x_MAD[..., :half], x_MAD[..., half : 2 * half]
-    # Keep the new first half aside, because the second half still needs the old one.
+    # Keep the new first half aside, because the second half still needs the old first half.
     turned = first * cosine - second * sine
     second *= cosine
     second += first * sine
@@ -122,7 +125,10 @@ def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
 
 
 class AttentionScores(NamedTuple):
-    """Settings of attention scores `cap tanh(scale q k / cap)`. `window` counts the token itself."""
+    """Settings of attention scores `cap tanh(scale q k / cap)`.
+
+    `window` is the number of tokens that a token attends to, itself included.
+    """
 
     scale: float
     window: int | None = None
@@ -175,9 +181,9 @@ def attention_weights(q_GTD: Array, k_SD: Array, scores: AttentionScores) -> tup
 
 
 def visible(queries: int, keys: int, window: int | None) -> NDArray[np.bool_]:
-    """Return which tokens each of the last T of S tokens attends to: itself and earlier ones.
+    """Return which of S tokens each of the last T attends to: itself and earlier tokens, bool [T, S].
 
-    They are at most `window` tokens. None sets no limit.
+    With a `window`, these are the last `window` tokens at most.
 
     >>> visible(2, 3, 2).astype(int).tolist()
     [[1, 1, 0], [0, 1, 1]]

@@ -31,11 +31,12 @@ from permille.quantization.packed_rows import PackedRows, decoded_at
 
 Array = NDArray[np.float32]
 
-# A tile of about this many weights fits the caches. Products of fewer rows are slow.
+# A tile of about this many weights fits the caches.
 _TILE_WEIGHTS = 3 << 19
+# The fewest and most rows of such a tile. Products of fewer rows are slow.
 _TILE_ROWS = (128, 512)
-# The fewest rows of a tile. Waking a thread for fewer rows costs more than it saves. A small layer may
-# therefore have fewer tiles than there are threads.
+# The fewest rows of a tile after the tiles are divided among threads. Waking a thread for fewer rows costs
+# more than it saves. So a small layer may have fewer tiles than there are threads.
 _LEAST_ROWS = 16
 
 
@@ -60,7 +61,7 @@ class Inputs:
 
     Attributes:
         x_GMK: float32.
-        q_GMP: the same in 8 bits (`permille.native.int8`), or None.
+        q_GMP: `x_GMK` rounded to 8 bits (`permille.native.int8`), or None.
         scale_GM: the scales of `q_GMP`, or None.
     """
 
@@ -117,12 +118,12 @@ class LightLinear:
     def tiles(self, threads: int) -> list[slice]:
         """Return ranges of output rows of equal size. The last range may be smaller.
 
-        In a large layer, their number is, where possible, a multiple of the number of threads.
+        In a large layer, the number of ranges is, where possible, a multiple of the number of threads.
         """
         fewest, most = _TILE_ROWS
         count = -(-self.rows // min(max(_TILE_WEIGHTS // self.columns, fewest), most))
-        # Round up to a multiple of the threads. Else most threads would wait while a few compute the last
-        # tiles.
+        # Round up to a multiple of the number of threads. Otherwise, most threads would wait while a few
+        # compute the last tiles.
         count = -(-count // threads) * threads
         return blocks(self.rows, max(-(-self.rows // count), _LEAST_ROWS))
 
@@ -140,7 +141,10 @@ class LightLinear:
         return self.weight
 
     def values(self, tools: Tools, x_GMK: Array, values_GK: Array) -> LayerValues:
-        """Select this layer's part of the values of all groups. `x_GMK` is the input of the layer."""
+        """Select this layer's part of the values of all groups.
+
+        If the layer has an adapter, multiply its A by `x_GMK`, the input of the layer.
+        """
         low_rank = None
         if self.adapter is not None:
             low_rank = self.adapter.of_variants(tools.blas, tools.threads, x_GMK, values_GK)
@@ -150,7 +154,8 @@ class LightLinear:
         self, tools: Tools, inputs: Inputs, values: LayerValues, rows: slice, out_GMN: Array
     ) -> None:
         """Compute columns `rows` of the layer's output for each group of variants."""
-        # BLAS writes to columns of a wider matrix. The 8-bit kernel writes contiguous rows, which are copied.
+        # BLAS writes directly to some columns of `out_GMN`. The 8-bit kernel can write only a contiguous
+        # matrix, so its product is copied to these columns.
         if inputs.q_GMP is None:
             for group, multiply in self._multiplied(tools, inputs.x_GMK, values.masked_GC, rows):
                 part_MR = out_GMN[group, :, rows]
@@ -223,7 +228,7 @@ class LightLinear:
             yield group, partial(self.multiply, tools.blas, x_GMK[group], weight_RK, rows)
 
     def weights(self, threads: Threads, rows: slice, values_GC: Array) -> Iterator[tuple[int, Array]]:
-        """Yield each group and the tile [R, K] with its values. The next group reuses the memory."""
+        """Yield each group, and the tile [R, K] with the group's values. The next group reuses the memory."""
         width = rows.stop - rows.start
         tile_RK = threads.scratch("weight", width * self.columns).reshape(width, self.columns)
         dequantize_rows(self.weight, rows.start, rows.stop, tile_RK)
@@ -234,7 +239,7 @@ class LightLinear:
             yield group, tile_RK
 
     def fill(self, rows: slice, value_C: Array, out_RK: Array) -> None:
-        """Write some rows of the weight with the values of one variant to `out_RK`."""
+        """Write some rows of the weight, with the values of one variant set, to `out_RK`."""
         dequantize_rows(self.weight, rows.start, rows.stop, out_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         set_values(out_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)

@@ -39,7 +39,10 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LightLayer:
-    """A decoder layer. It has either `fused`, or `query`, `key` and `value`. `gate` may be None."""
+    """A decoder layer. It has either `fused`, or `query`, `key` and `value`.
+
+    `gate` and the norms are None if the model family has none.
+    """
 
     settings: LayerSettings
     scores: AttentionScores
@@ -231,7 +234,7 @@ class _Parts:
             # Mask indices increase, so those within a range of rows are a slice of the array.
             first, last = np.searchsorted(mask, (rows.start * columns, rows.stop * columns)).tolist()
             indices = mask[first:last]
-            if rows.start:  # else nothing is subtracted, and the indices stay a view of the mapped file
+            if rows.start:  # at row 0, subtract nothing, so that the indices stay a view of the mapped file
                 indices = indices - np.uint32(rows.start * columns)
             return LightLinear(coded, indices, start + first, bias_N)
         beside = None
@@ -242,13 +245,13 @@ class _Parts:
         return LightLinear(coded, np.empty(0, np.uint32), start, bias_N, beside)
 
     def norm(self, prefix: str, leaf: str | None, *, scale: float = 1.0) -> Norm | None:
-        """Return a norm, or None if `leaf` is None. A norm without weights (OPT) has ones.
+        """Return a norm, or None if `leaf` is None. If the norm has no weights in the package, they are 1.
 
         Args:
-            prefix: the prefix of the names of its layer.
+            prefix: the prefix of the layer's names.
             leaf: the name within the layer.
-            scale: a factor for the weights. In the final norm it scales the logits, because the head is
-                linear.
+            scale: a factor for the weights. For the final norm, this factor scales the logits, because the
+                head is linear.
         """
         if leaf is None:
             return None

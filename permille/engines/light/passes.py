@@ -2,9 +2,10 @@
 
 States are [G, M, H]: groups of variants, each with its values. The residual is changed in place.
 
-A layer uses three buffers beside the residual. "normed" holds the input of a part of the layer, then its
-output. "inner" holds intermediate results: queries, keys and values, or the inner activations of the
-feed-forward part. "kept" is used only in parallel blocks (attention and feed-forward side by side).
+A layer uses three buffers beside the residual. "normed" holds first the input of a part of the layer
+(attention or feed-forward), and later the output of the heads or of the feed-forward part. "inner" holds
+intermediate results: queries, keys and values, or the inner activations of the feed-forward part. "kept" is
+used only in parallel blocks, where both parts have the same input.
 
 # Legend: G groups of variants, M tokens, H hidden size, K features, A heads, B key-value heads, D numbers of
 a head, C masked weights of a layer.
@@ -93,7 +94,8 @@ class LossPass:
         self._each_row(x_GMAD, rows)
 
     def _rotation(self, rope: Rope) -> tuple[Array, Array]:
-        # Layers of one kind share their `Rope` object, so cosines and sines are computed once a pass.
+        # Layers with the same rotation share a `Rope` object, so its cosines and sines are computed once for
+        # all of these layers.
         if id(rope) not in self._tables:
             self._tables[id(rope)] = rope.tables(self._joined.position_M)
         return self._tables[id(rope)]
@@ -137,7 +139,7 @@ class LossPass:
     def feed_forward(self, gate: LightLinear | None, up: LightLinear, x_GMH: Array, out_GMI: Array) -> None:
         """Compute `act(gate x) * (up x)`, or `act(up x)` without a gate.
 
-        Gate and up are computed tile by tile, so the gate's output never exists as a whole.
+        Gate and up are computed tile by tile, so `out_GMI` is the only array of this size.
         """
         tools, kind = self._tools, self._architecture.activation
         inputs, first = self._inputs(x_GMH), up if gate is None else gate
@@ -145,7 +147,7 @@ class LossPass:
         up_values = first_values if gate is None else up.values(tools, x_GMH, self._values_GK)
 
         def tile(rows: slice) -> None:
-            # Write the gate of all groups to the result first. Then multiply the result by up.
+            # First write the activated gate of all groups to the result. Then multiply the result by up.
             for group, part_MR in first.products(tools, inputs, first_values, rows, "up"):
                 out_GMI[group, :, rows] = numbers.activate(kind, part_MR)
             if gate is None:
@@ -200,12 +202,13 @@ def run_layer(run: LossPass, architecture: Architecture, layer: LightLayer, x_GM
         np.add(attended_GMH, x_GMH, out=added_GMH)
         np.add(_mlp(run, layer, x_GMH), added_GMH, out=x_GMH)
         return
-    # Gemma 2 and 3, OLMo 2 and 3 and EXAONE 4 normalize the output of a part before it is added.
+    # Gemma 2 and 3, OLMo 2 and 3 and EXAONE 4 normalize the output of a part before it is added to the
+    # residual.
     if layer.norm_attention_out is not None:
         run.norm(layer.norm_attention_out, attended_GMH, attended_GMH)
     scale_residual(architecture, attended_GMH)
     x_GMH += attended_GMH
-    # POST normalizes the sum of residual and output.
+    # POST normalizes the sum of the residual and the part's output.
     if kind is BlockKind.POST and layer.norm_attention is not None:
         run.norm(layer.norm_attention, x_GMH, x_GMH)
     moved_GMH = _mlp(run, layer, x_GMH, normed=kind is not BlockKind.POST)
@@ -230,7 +233,7 @@ def norm_heads(run: LossPass, norm: Norm, x_GMAD: Array) -> None:
 
 
 def finish(run: LossPass, model: LightModel, states_GRH: Array) -> Array:
-    """Return the input of the head. The hidden states of the last layer are overwritten."""
+    """Return the input of the head. `states_GRH`, the hidden states after the last layer, are overwritten."""
     if model.final_norm is not None:
         run.norm(model.final_norm, states_GRH, states_GRH)
     return states_GRH if model.project_out_EH is None else states_GRH @ model.project_out_EH.T
@@ -263,7 +266,7 @@ def head_buffers(
     head, heads, kv_heads = architecture.head, architecture.heads, architecture.kv_heads
     if layer.fused is not None:
         (fused_GMN,) = run.buffers(name, x_GMH, 3 * heads * head)
-        # GPT-NeoX has query, key and value of a head side by side.
+        # GPT-NeoX stores query, key and value of each head side by side.
         parts = fused_GMN.reshape(*fused_GMN.shape[:2], heads, 3, head)
         return [fused_GMN], (parts[..., 0, :], parts[..., 1, :], parts[..., 2, :])
     counts = (heads, kv_heads, kv_heads)

@@ -47,7 +47,8 @@ from permille.models.descriptions import BlockKind, NormKind
 
 Array = NDArray[np.float32]
 
-# This bounds the memory for the tokens of one part. Up to a few hundred, more tokens make products faster.
+# Memory for the tokens of one part. It sets the number of tokens of a part. Products get faster with more
+# tokens, up to a few hundred.
 _PART_BYTES = 56 << 20
 _FEWEST_TOKENS = 64
 # How many numbers a pointwise task covers. They fit into the processor's caches.
@@ -66,11 +67,11 @@ class ReversePass:
     def part_tokens(self, tokens: int) -> int:
         """Return the number of tokens that go through the layers together.
 
-        Tokens are divided into equal parts within the memory bound.
+        Tokens are divided into equal parts, each within `_PART_BYTES`.
         """
         model, shape = self._model, self._model.architecture
         inner = max(layer.up.rows for layer in model.layers)
-        # Queries and outputs, keys and values, and the gradients of all four.
+        # The numbers of a token's queries, outputs, keys and values, and of their gradients.
         heads = 4 * shape.head * (shape.heads + shape.kv_heads)
         token_bytes = 4 * (model.hidden * (len(model.layers) + 8) + 3 * inner + heads)
         most = max(_FEWEST_TOKENS, _PART_BYTES // token_bytes)
@@ -89,7 +90,7 @@ class ReversePass:
         layers = model.layers[model.first_masked :]
         kept_L1MH = self._workspace.take("layer inputs", (len(layers), *x_1MH.shape))
         for kept_1MH, layer in zip(kept_L1MH, layers, strict=True):
-            # `run_layer` overwrites its input.
+            # Copy the input, because `run_layer` overwrites it.
             np.copyto(kept_1MH, x_1MH)
             run_layer(run, model.architecture, layer, x_1MH)
         d_MH = x_1MH[0]
@@ -118,7 +119,7 @@ class ReversePass:
 class _Attended:
     """Intermediate results of attention: its input, its heads, and queries and keys before their norms.
 
-    `before_norm` is None without such norms.
+    `before_norm` is None if queries and keys have no norms.
     """
 
     x_MH: Array
@@ -135,7 +136,7 @@ class _Attended:
 class _Fed:
     """Intermediate results of the feed-forward part: input, gate, up, and `inner = a(gate) up`.
 
-    The gate is None if there is none.
+    `gate_MI` is None for a layer without a gate.
     """
 
     x_MH: Array
@@ -215,7 +216,7 @@ class LayerReverse(LossPass):
         self.linear(layer.projections, normed_MH[None], outs)
         before = None
         if layer.norm_query is not None and layer.norm_key is not None:
-            # The norms work in place, and their derivative needs their input.
+            # Copy the input of the norms. They work in place, and their derivative needs the input.
             before = (q[0].copy(), k[0].copy())
             norm_heads(self, layer.norm_query, q)
             norm_heads(self, layer.norm_key, k)
@@ -264,7 +265,7 @@ class LayerReverse(LossPass):
         kind = self._architecture.activation
 
         def rows(part: slice) -> None:
-            # The activation works in place, and its derivative needs its input.
+            # Copy the input of the activation. It works in place, and its derivative needs the input.
             np.copyto(inner[0, part], (gate[0] if gate else up)[0, part])
             inner[0, part] = activate(kind, inner[0, part])
             if gate:
@@ -287,7 +288,7 @@ class LayerReverse(LossPass):
         self._each_rows(rows, d_inner_MI)
         d_MH = self._take("d normed", x_MH)
         linears = [layer.up] if layer.gate is None else [layer.up, layer.gate]
-        # `feed_forward_back` has replaced both by their gradients.
+        # The function `feed_forward_back` has replaced up and gate by their gradients.
         d_outs = [fed.up_MI] if fed.gate_MI is None else [fed.up_MI, fed.gate_MI]
         self._linear_back(linears, fed.x_MH, d_outs, d_MH)
         self.norm_back(self._norm_before_mlp(layer), x_MH, d_MH, d_MH)
@@ -360,9 +361,12 @@ class Heads:
 
 
 def norm_back(norm: Norm, x_MH: Array, d_out_MH: Array, d_x_MH: Array) -> None:
-    """Set `d_x = r (g - n mean(n g))`, with `g = w d_out`, and n and r of `standardized`."""
+    """Set `d_x = r (g - n mean(n g))`, with `g = w d_out`, and with n and r from `standardized`.
+
+    For LAYER, `mean(g)` is first subtracted from g.
+    """
     scaled_MH, r_M1 = standardized(norm.kind, x_MH, norm.epsilon)
-    # Make a new array, since `d_x` may share memory with x or with `d_out`.
+    # Compute g in a new array, because `d_x` may share memory with x or with `d_out`.
     g_MH = d_out_MH * norm.weight_H
     if norm.kind is NormKind.LAYER:
         g_MH -= g_MH.mean(axis=1, keepdims=True)
@@ -372,9 +376,10 @@ def norm_back(norm: Norm, x_MH: Array, d_out_MH: Array, d_x_MH: Array) -> None:
 
 
 def feed_forward_back(kind: Activation, gate_MI: Array | None, up_MI: Array, d_inner_MI: Array) -> None:
-    """Replace gate and up by the gradients of `a(gate) up`, or of `a(up)`, with respect to them.
+    """Replace gate and up by the gradients at gate and up, given the gradient at `a(gate) up`.
 
-    `d_inner_MI` is overwritten.
+    Without a gate, replace up by the gradient at up, given the gradient at `a(up)`. `d_inner_MI`, the given
+    gradient, may be overwritten.
     """
     if gate_MI is None:
         np.multiply(slope(kind, up_MI), d_inner_MI, out=up_MI)
@@ -387,13 +392,14 @@ def feed_forward_back(kind: Activation, gate_MI: Array | None, up_MI: Array, d_i
 
 
 def attention_back(scores: AttentionScores, heads: Heads, d: Heads) -> None:
-    """Compute `d.q`, `d.k` and `d.v` from `d.out` of one sequence. P are the weights of the softmax.
+    """Compute `d.q`, `d.k` and `d.v` from `d.out` of one sequence.
 
     `d_v = P^T d_out`, `d_s = scale slope P (d_out v^T - sum(d_out out))`, `d_q = d_s k`, `d_k = d_s^T q`.
+    Here, P is the output of the softmax, and `slope` is the derivative of the soft cap (1 without a cap).
     """
     tokens, kv_heads = heads.k.shape[:2]
     group = heads.q.shape[1] // kv_heads
-    # Several query heads add to one key-value head.
+    # Start from 0, because several query heads add to one key-value head.
     d.k[...] = d.v[...] = 0
     for head in range(kv_heads):
         k_TD, v_TD = heads.k[:, head], heads.v[:, head]

@@ -1,7 +1,7 @@
 """Sequences joined end to end: the tokens of a batch that its losses need, without padding.
 
-Attention is causal, so a sequence's last target and the tokens after it change no loss as inputs. Each
-sequence is therefore cut before its last target. A sequence without targets is left out.
+Attention is causal, so the loss of a target depends only on the tokens before it. Each sequence is therefore
+cut before its last target. A sequence without targets is left out.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,12 +52,12 @@ class LowerLayerStates:
     """Cache of the hidden states [T, H] below the first masked layer. The key is a sequence's tokens.
 
     With `--scope layers:11-`, for example, the layers below layer 11 have no trained values. In these layers,
-    a sequence has the same hidden states for all variants, queries and epochs. If only the upper half of the
-    layers is masked, a step with the cache takes 0.44 of the time of a step without it.
+    a sequence has the same hidden states for all variants, in every step and epoch. If only the upper half of
+    the layers is masked, a step with the cache takes 0.44 of the time of a step without it.
 
     Each sequence is computed alone, so its bits do not depend on the batch, and a resumed run gets the same
-    bits. A full cache stores no further sequences, and never drops one. Each epoch uses every sequence once,
-    so dropping the least recently used one would drop the one that is needed next.
+    bits. A full cache stores no further sequences, and never drops one. Each epoch uses every sequence once.
+    So the least recently used sequence would be the one that is needed next, and must not be dropped.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -108,7 +108,7 @@ def _joined(
     stops = np.cumsum(length_R)
     starts = stops - length_R
     row_R, column_R = np.nonzero(batch.target_BT[rows])
-    # Any skipped rows between these rows have no targets, so the soft targets of these rows are contiguous.
+    # `join_sequences` skips only rows without targets, so the soft targets of `rows` are contiguous.
     last = int(stop_B[rows[-1]])
     soft = None if batch.soft is None else batch.soft.rows(slice(last - len(row_R), last))
     return JoinedSequences(

@@ -1,7 +1,8 @@
 """Threads whose results do not depend on their timing.
 
 Each task writes to its own memory and computes in a single thread. So a result does not depend on the order
-of the tasks. It depends on how the work is divided, which follows from the shapes and the number of threads.
+of the tasks. It depends only on how the work is divided into tasks. That follows from the shapes and the
+number of threads.
 """
 
 import os
@@ -33,7 +34,7 @@ class Threads:
                     work(item)
             return
 
-        # numpy's error state belongs to a thread, so each task sets it.
+        # Each thread has its own error state of numpy, so each task sets the state.
         def quietly(item: T) -> None:
             with np.errstate(all="ignore"):
                 work(item)
