@@ -14,7 +14,7 @@ def check_array(
         >>> check_array("x", np.zeros((2, 3), np.float32), np.float32, (None, 3))
 
     Raises:
-        InputError: the array does not fit.
+        InputError: the array has another type or shape, or is not C-contiguous.
     """
     fits = array.ndim == len(shape) and all(
         want in (None, got) for want, got in zip(shape, array.shape, strict=True)
@@ -35,7 +35,7 @@ def check_output(
     """Check an array as `check_array` does, and that a kernel may write to it.
 
     Raises:
-        InputError: the array does not fit or is read-only.
+        InputError: as for `check_array`, or the array is read-only.
     """
     check_array(name, array, dtype, shape)
     if not array.flags.writeable:

@@ -1,8 +1,9 @@
 """Compile the kernels with the system's C compiler: `python -m permille.native.build`.
 
-The result is one shared library. Every kernel is compiled once for each target that the compiler
-supports. At run time, a target is chosen that the processor supports. `hatch_build.py` runs this file at
-installation, so this file imports only the standard library. Without a working compiler, numpy does the work.
+The result is one shared library. Every kernel is compiled once for each target (a set of processor
+instructions, such as AVX2) that the compiler supports. At run time, a target is chosen that the processor
+supports. `hatch_build.py` runs this file at installation, so this file imports only the standard library.
+Without a working compiler, there is no library, and numpy does the work of the kernels.
 """
 
 import os
@@ -22,7 +23,7 @@ _FLAGS = (
     "-O3",
     "-fPIC",
     "-fvisibility=hidden",
-    # Fuse operations only where a kernel asks for it.
+    # Fuse a product and an addition only where a kernel asks for it.
     "-ffp-contract=off",
     "-fno-math-errno",  # makes a square root one instruction instead of a call into libm
     "-Wall",
@@ -30,7 +31,7 @@ _FLAGS = (
     "-Werror=vla",
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-# GCC prefers vectors of 256 bits, even where it may use 512.
+# By default, GCC uses vectors of 256 bits, even with AVX-512. The last flag asks for 512 bits.
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86": {"scalar": (), "avx2": _AVX2, "avx512": _AVX512},
@@ -45,8 +46,11 @@ class BuildError(Exception):
 
 
 def source_number() -> int:
-    """Return 31 bits of a checksum over sources, flags and targets. A library stores its number."""
-    # Flags and targets count like sources, because other flags could give other bits.
+    """Return 31 bits of a checksum over sources, flags and targets.
+
+    A library stores the number of the sources it was built from, so a library of other sources is noticed.
+    """
+    # Include flags and targets, because kernels built with other flags could give other bits.
     number = zlib.crc32(repr((_FLAGS, _TARGETS)).encode())
     for source in sorted(SOURCES.glob("*.[chi]*")):
         number = zlib.crc32(source.name.encode() + b"\0" + source.read_bytes(), number)
@@ -66,7 +70,7 @@ def build(
         flags: further flags, separated by spaces.
 
     Returns:
-        The targets. Those that the compiler does not support are left out, except `scalar`.
+        The targets in the library. Targets that the compiler does not support are left out.
 
     Raises:
         BuildError: there is no compiler, `scalar` does not compile, or the file cannot be written.

@@ -1,6 +1,6 @@
 """Products of 8-bit inputs and 4-bit codes.
 
-An instruction computes several times as many products as one for float32.
+An instruction for 8-bit integers computes several times as many products as an instruction for float32.
 
 The features of a token are rounded to 8 bits with one scale for the token, `max|x| / 127`. The codes of
 an int4 weight are used as integers. Sums within a run of 32 features are exact. The sum of a run is
@@ -44,7 +44,7 @@ def has_int8(scheme: Scheme, group_size: int) -> bool:
 
 
 def quantize_tokens(x_MK: NDArray[np.float32], q_MP: NDArray[np.uint8], scale_M: NDArray[np.float32]) -> None:
-    """Round each token to `x = scale * (q - 128)`, with q from 1 to 255. Beyond K features, q is 128.
+    """Round each token to `x = scale * (q - 128)`, with q from 1 to 255. Beyond K features, q is 128 (zero).
 
     A token with max|x| below 1e-30 becomes zero. A token with NaN or infinity gets the scale NaN.
 
@@ -96,7 +96,7 @@ def scratch_floats(rows: int, columns: int) -> int:
 
 
 def int8_rows(weight: PackedRows, first: int, last: int, scratch: NDArray[np.float32]) -> Int8Rows:
-    """Convert rows of an int4 weight for `int8_product`. They are valid until `scratch` is reused.
+    """Convert rows of an int4 weight for `int8_product`. The result is valid until `scratch` is reused.
 
     Raises:
         InputError: the range is outside of the weight, the scheme is not int4, or the memory is too small.
@@ -136,7 +136,7 @@ def int8_product(
     scale_M: NDArray[np.float32],
     out_MR: NDArray[np.float32],
 ) -> None:
-    """Set `out = x W^T` for tokens of `quantize_tokens`.
+    """Set `out = x W^T` for tokens x that `quantize_tokens` has rounded.
 
     Raises:
         InputError: an array has another type or shape.
@@ -173,8 +173,8 @@ def _numpy_rows(weight: PackedRows, first: int, last: int, out: Int8Rows) -> Non
     out.scales[:] = scale_NR.reshape(whole // _PANEL, _PANEL, -1).transpose(0, 2, 1).reshape(-1)
     sum_NR = code_NP.reshape(whole, -1, RUN).sum(axis=2, dtype=np.int32)
     out.offset[:] = 0
-    # x = scale (q - 128), so a product with q is too large by 128 times the row's sum. Sum run by run, in
-    # the order of the kernel, so that the bits agree.
+    # x = scale (q - 128), so a product with q is too large by 128 times the sum of the row's weights. Sum run
+    # by run, in the order of the kernel, so that the bits agree.
     for run in range(wide // RUN):
         out.offset[:] += (128 * sum_NR[:, run]).astype(np.float32) * scale_NR[:, run]
 
@@ -192,6 +192,6 @@ def _numpy_product(
     with np.errstate(all="ignore"):
         for run in range(wide // RUN):
             part = slice(run * RUN, (run + 1) * RUN)
-            # The sums are exact: integers below 2**24.
+            # The sums of a run are exact, because they are integers below 2**24.
             sum_MN += (a_MP[:, part] @ code_NP[:, part].T) * scale_NR[:, run]
         out_MR[:] = scale_M[:, None] * (sum_MN - weight.offset[: weight.rows])

@@ -1,12 +1,12 @@
 """Float32 kernels for the work between the products of a layer: norm, rotation, activation, attention.
 
-Two more kernels multiply a token by the output head. Each function returns whether it did the work. Without
-the library, or for arrays in a layout that the kernel does not accept, it returns False and changes nothing.
-The caller then computes the same in numpy. The results are equal up to rounding. Kernels release the
+Two more kernels multiply one hidden state by the output head. Each function returns whether it did the work.
+Without the library, or for arrays in a layout that the kernel does not accept, it returns False and changes
+nothing. The caller then computes the same in numpy. The results are equal up to rounding. Kernels release the
 interpreter's lock and use one thread.
 
-# Legend: M tokens, H width, T new tokens of S, A heads, B key-value heads, D numbers of a head, E = half of
-the rotated numbers, N, K = rows and columns of the output head.
+# Legend: M tokens, H width, T new tokens, S new and earlier tokens, A heads, B key-value heads, D numbers of
+a head, E = half of the rotated numbers of a head, N, K = rows and columns of the output head.
 """
 
 import numpy as np
@@ -39,7 +39,7 @@ def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> bool:
     library = load()
     tokens, heads, head = x_MAD.shape
     half = cosine_ME.shape[1]
-    # 2E may be less than a head: some families rotate only a part of it.
+    # 2E may be less than D, because some families rotate only a part of a head.
     fits = cosine_ME.shape == sine_ME.shape == (tokens, half) and 2 * half <= head
     plain = _is_plain(cosine_ME) and _is_plain(sine_ME) and _has_plain_heads(x_MAD)
     if library is None or not fits or not plain:
@@ -87,10 +87,11 @@ def attention(
         return False
     # For the kernel, 0 means no cap. A cap of 0 was refused above.
     numbers = np.array([scale, cap or 0.0], np.float32)
-    behind = min(window or 0, keys)  # a config's number may be larger than the kernel's integers
+    behind = min(window or 0, keys)  # a config's window may be larger than the kernel's integers
     if queries == 1:
         library.call(
-            # A single query reads each key and value once, in place. Several queries share reordered copies.
+            # This kernel reads each key and value once, in place. The kernel for several queries first copies
+            # keys and values into a better order, which all queries share.
             "attention_one", q_TAD, _steps(q_TAD)[1], k_SBD, *_steps(k_SBD), v_SBD, *_steps(v_SBD),
             out_TAD, _steps(out_TAD)[1], keys, heads, kv_heads, head, behind, numbers,
             np.empty(keys, np.float32),

@@ -20,7 +20,7 @@ from permille.errors import OperatorError
 
 VARIABLE = "PERMILLE_NATIVE"
 LIBRARY_NAME = "_kernels.so"
-"""The same value as in `build`. That module is imported only when it is needed."""
+"""The same value as in `permille.native.build`, which is imported only when it is needed."""
 
 # The numbers of `permille_has` (`src/dispatch.c`).
 _PATHS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
@@ -28,7 +28,10 @@ _WIDEST_FIRST = ("avx512", "avx2", "neon", "scalar")
 
 
 class Held:
-    """An array with its address. numpy takes 2.6 us for an address, and a token needs thousands of them."""
+    """An array with its address.
+
+    numpy takes 2.6 us to return an address, and a generated token needs thousands of addresses.
+    """
 
     def __init__(self, array: NDArray[np.generic]) -> None:
         """Keep the array. The caller must check it as for `Library.call`."""
@@ -65,7 +68,7 @@ class Library:
         )
 
     def _find(self, name: str, arguments: tuple[Argument, ...]) -> Callable[..., int]:
-        """Look up a kernel. Its first call fixes the types of its arguments for all later calls."""
+        """Look up a kernel. The arguments of its first call fix the argument types for all later calls."""
         try:
             function = self._dll[f"{name}_{self.path}"]
         except AttributeError as exc:
@@ -105,9 +108,9 @@ def cpu_path() -> str:
 
 
 def paths() -> list[str]:
-    """Return the code paths that library and processor support, the widest first.
+    """Return the code paths that both library and processor support, the widest first.
 
-    Without a library the result is empty.
+    Without a library, the result is empty.
     """
     dll = _open()
     return [] if dll is None else [name for name in _WIDEST_FIRST if dll.permille_has(_PATHS[name])]
@@ -161,7 +164,7 @@ def _check_whole(file: Path) -> None:
     """
     with file.open("rb") as stream:
         header = stream.read(64)
-    # ELF of 64 bits in little-endian order. Other formats are not checked.
+    # Check only ELF files of 64 bits in little-endian order.
     if header[:6] == b"\x7fELF\x02\x01" and len(header) == 64:
         (start,), (entry, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
         expected, got = start + entry * count, file.stat().st_size

@@ -4,8 +4,8 @@
 the codes of a whole layer. For several tokens, it is faster to dequantize a tile of the weight and to call
 BLAS, as `permille.engines.light.linear` does.
 
-Shapes: M = tokens, N, K = out and in features, C = entries of the sparse matrix, Q = its variants, R = rows
-of a range.
+Shapes: M = tokens, N, K = out and in features, C = entries of a sparse matrix, Q = sparse matrices with
+entries in the same places, R = rows of a range.
 """
 
 import numpy as np
@@ -32,10 +32,11 @@ def sparse_product(
     z_QC: NDArray[np.float32],
     out_QMN: NDArray[np.float32],
 ) -> None:
-    """Add `x Z_q^T` to `out[q]` for Q sparse matrices [N, K] with the same pattern, in float32.
+    """Add `x Z_q^T` to `out[q]` for Q sparse matrices [N, K] with entries in the same places, in float32.
 
-    The kernels add the products of an output in the order of its entries, without fused operations. So every
-    code path gives the same bits, for every M. Without the library, sums may differ in the last bits.
+    An output is a sum over the entries of a row. The kernels add in the order of these entries, without fused
+    operations. So every code path gives the same bits, for every M. Without the library, sums may differ in
+    the last bits.
 
     Args:
         row_start_N1, column_C: compressed rows from `compressed_rows`. Their contents are not checked again.
@@ -55,7 +56,8 @@ def sparse_product(
     if library is None:
         _numpy_sparse_product(x_MK, row_start_N1, column_C, z_QC, out_QMN)
         return
-    # In this memory, the kernel puts eight tokens side by side, so that it reads a column as one vector.
+    # In this memory, the kernel puts eight tokens side by side, so that it reads a feature of all eight as
+    # one vector.
     scratch = np.empty(columns * _BLOCK, np.float32)
     library.call(
         "sparse_product", x_MK, tokens, columns, row_start_N1, rows, column_C, z_QC, queries, out_QMN, scratch
@@ -178,7 +180,8 @@ def _is_aligned(weight: PackedRows) -> bool:
     Each run of 32 codes must have a single scale, and no group may reach across the end of a row.
     """
     columns, group = weight.shape[1], weight.group_size
-    # Groups of NF4 continue in the next row, unless the group size divides the length of a row.
+    # Groups of NF4 run along the flat matrix. They end with each row only if the group size divides its
+    # length.
     whole = columns % group == 0 or weight.line == columns
     return whole and columns % _RUN == 0 and (group in (32, 64) or group % _WIDE == 0)
 
@@ -190,7 +193,8 @@ def _numpy_sparse_product(
     z_QC: NDArray[np.float32],
     out_QMN: NDArray[np.float32],
 ) -> None:
-    # Add the first entry of every row, then the second, and so on. The kernel adds a row in the same order.
+    # Add the first entry of every row, then the second, and so on. The kernel adds the entries of a row in
+    # the same order.
     lengths = np.diff(row_start_N1)
     for depth in range(int(lengths.max(initial=0))):
         row = np.nonzero(lengths > depth)[0]

@@ -18,7 +18,7 @@ from permille.tensors import Q8_0, Q8_0_BYTES, Q8_0_WEIGHTS, RawTensor
 
 
 def dequantize_rows(weight: PackedRows, first: int, last: int, out: NDArray[np.float32]) -> None:
-    """Decode rows to `out`, float32 [last - first, K], with the bits of `permille.quantization.dequantize`.
+    """Decode rows to `out`, float32 [last - first, K], bit by bit as `permille.quantization.dequantize` does.
 
     Raises:
         InputError: the range is outside of the weight, or `out` does not fit.
@@ -54,7 +54,7 @@ def set_values(
     check_array("values", values, np.float32, flat_index.shape)
     library = load()
     if library is None:
-        # All indices are checked before the first value is written, as in the kernel.
+        # Like the kernel, check all indices before the first value is written.
         at = flat_index.astype(np.int64) - offset
         outside = np.nonzero((at < 0) | (at >= out.size))[0]
         bad = int(outside[0]) if outside.size else -1

@@ -1,11 +1,11 @@
 """The child process that runs the tokenizer and the chat template of a package.
 
-It reads one request per line, as JSON, and answers each by one line of JSON.
+It reads one request per line, as JSON, and answers each request with one line of JSON.
 
 The tokenizer and the template come with the package, so they are code and data of a stranger. The
 rules of a tokenizer can double a text thirty times, its patterns can search for ever, and a template
 can loop. The immutable sandbox of jinja2 limits what a template may access. It does not limit time
-and memory. So this process has limits (`confinement.py`), and its parent limits the time and the size
+and memory. So this process limits itself (`confinement.py`), and its parent limits the time and the size
 of answers (`process.py`).
 
 A user's documents may also come from strangers. They are read in another child (`documents.py`).
@@ -143,9 +143,9 @@ class _Child:
 
         Args:
             prompt: add the start of an answer.
-            prefixes: pairs of a number of messages and a value of `prompt`. For each pair, this number of
-                messages, from the first on, is rendered alone. The answer has the length of that text, or
-                None if the whole text does not begin with it.
+            prefixes: pairs of a number of messages and a value of `prompt`. For each pair, the first
+                messages, as many as the number says, are rendered alone. The answer has the length of that
+                text, or None if the whole text does not begin with it.
             limit: the largest number of characters of a text.
             today: an ISO date, which templates may print.
         """
@@ -242,7 +242,7 @@ def main() -> int:
     confine(memory_bytes=MEMORY_BYTES)
     child = _Child()
     while line := sys.stdin.buffer.readline():
-        # The child answers many requests, so each request gets a limit of its own.
+        # The child answers many requests, so set a new limit for each request.
         allow_cpu(ORPHAN_CPU_S)
         sys.stdout.buffer.write(json.dumps(child.answer(json.loads(line))).encode() + b"\n")
         sys.stdout.buffer.flush()

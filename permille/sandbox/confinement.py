@@ -1,7 +1,7 @@
 """Limits that a child process sets on itself before it reads untrusted data.
 
-They limit memory, processor time, written files and the network. Linux enforces all of them. Other
-systems lack some, and then only the parent's timeout remains.
+They limit memory, processor time, written files and the network. Linux enforces all these limits. Other
+systems lack some of them. Where a limit is missing, only the parent's timeout protects the machine.
 """
 
 import sys
@@ -35,13 +35,13 @@ def confine(*, memory_bytes: int, cpu_s: int | None = None, file_bytes: int = 0)
     if sys.platform == "linux":
         import ctypes
 
-        # Enter an empty network namespace. Some systems forbid this to users. The failed call does no harm,
-        # because our own code opens no sockets.
+        # Enter an empty network namespace. Some systems forbid this to users, and the call then fails. That
+        # does no harm, because our own code opens no sockets.
         ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NETWORK)
 
 
 def allow_cpu(seconds: int) -> None:
-    """Let the system end this process after this many more seconds of processor time."""
+    """Let the system end this process after `seconds` more seconds of processor time."""
     if sys.platform == "win32":
         return
     import resource

@@ -2,7 +2,7 @@
 
     python -m permille.sandbox.conversion FOLDER PICKLE...
 
-It writes `model.safetensors` into FOLDER, and also `tokenizer.json` if it is missing. On failure it
+It writes `model.safetensors` into FOLDER, and also `tokenizer.json` if there is none. On failure it
 prints the reason in one line on standard output. It sets limits on its memory, on the files that it writes,
 and on its network (`confinement.py`).
 """
@@ -26,7 +26,7 @@ class _UnreadableError(Exception):
 def main(folder: Path, pickles: list[Path]) -> int:
     """Convert the files. Return the exit code."""
     size = sum(path.stat().st_size for path in pickles)
-    # Weights are written once, but a tied head may be written twice.
+    # The file holds each weight once, except that a tied head may be in it twice.
     confine(memory_bytes=_LIBRARIES_BYTES + 4 * size, file_bytes=2 * size + (256 << 20))
     try:
         if pickles:
@@ -50,7 +50,7 @@ def _convert_weights(folder: Path, pickles: list[Path]) -> None:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as exc:  # an untrusted file can cause any error
             raise _UnreadableError(
-                # Do not quote torch, which advises to load the file without protection.
+                # Do not quote torch's message, which advises to load the file without protection.
                 f"{path.name} is damaged, or holds more than tensors ({type(exc).__name__}). Download it "
                 "again, or take the model's safetensors."
             ) from exc

@@ -24,7 +24,7 @@ _SPACE: Final = re.compile(r"[ \t\r\f\v\n]+")
 
 
 def texts_of(suffix: str, data: bytes) -> list[str]:
-    """Return the texts of a document, by the suffix of its name. Mail gives one text per message.
+    """Return the texts of a document whose file name has this suffix. Mail gives one text per message.
 
     Raises:
         ModuleNotFoundError: the library that reads such documents is not installed.
@@ -76,7 +76,7 @@ class _Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         """End the paragraph with each block."""
-        # A page may close an element that it never opened.
+        # Do not count below 0, because a page may close an element that it never opened.
         self._silent = max(0, self._silent - (_SILENT.fullmatch(tag) is not None))
         if _BLOCKS.fullmatch(tag):
             self._blocks.append("")
@@ -87,7 +87,7 @@ class _Page(HTMLParser):
             self._blocks[-1] += data
 
     def text(self) -> str:
-        """Return the paragraphs, with single spaces."""
+        """Return the paragraphs. Runs of white space become single spaces."""
         found = (_SPACE.sub(" ", block).strip() for block in self._blocks)
         return "\n\n".join(block for block in found if block)
 

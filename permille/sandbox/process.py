@@ -1,9 +1,9 @@
 """The parent's side of `child.py`: one child per package, with timeouts per call and for all calls
 together.
 
-A call may take some seconds, and more for a long text. All calls together may take a minute, and
-more for much text. Without this second limit, a template that needs five seconds per conversation
-could run all night. A child that breaks a limit is ended, and the next call starts another one.
+A call may take `CALL_S`, and longer if its text is long. All calls together may take `BUDGET_S`, and
+longer if there is much text. Without this second limit, a template that needs five seconds per
+conversation could run all night. A child that breaks a limit is ended, and the next call starts a new child.
 """
 
 import itertools
@@ -23,11 +23,11 @@ from permille.errors import PermilleError
 START_S = 60.0  # a busy machine takes long to load Python and a vocabulary
 CALL_S = 5.0
 BUDGET_S = 60.0
-EARNED_A_CALL_S = 0.01
+EARNED_A_CALL_S = 0.01  # each call adds this much to the budget, up to `BUDGET_S`
 # The speed that timeouts assume. Tokenizers and templates are ten times as fast, even on a small machine.
 CHARACTERS_A_SECOND = 50_000
 MAX_ANSWER_BYTES = 256 << 20
-# No tokenizer that we know makes more tokens from a character.
+# No tokenizer that we know makes more tokens from one character.
 MAX_TOKENS_A_CHARACTER = 80
 
 
@@ -60,8 +60,8 @@ class Sandbox:
         self._streams = itertools.count()
 
     def start(self) -> Mapping[str, Any]:
-        """Start the child and load the tokenizer. Return its answer, which has an `error` for an
-        unreadable file.
+        """Start the child and load the tokenizer. Return the child's answer, which has an `error` if the
+        file cannot be read.
 
         Raises:
             SandboxError: a limit is broken.
@@ -73,7 +73,7 @@ class Sandbox:
         """Send a request and return its answer, which has an `error` if the child refuses the request.
 
         Args:
-            characters: the number of characters to process. The timeout grows with it.
+            characters: the number of characters to process. The timeout grows with this number.
             data: bytes that follow the request. The request names their size.
 
         Raises:
@@ -109,7 +109,7 @@ class Sandbox:
             start_new_session=True,  # Ctrl-C goes to the parent only, which ends the child itself
         )
         self._child = child
-        # This also ends the child if the caller forgets `close`.
+        # End the child even if the caller forgets `close`.
         self._end = weakref.finalize(self, _end, child)
         for pipe in (child.stdin, child.stdout):
             # A child that neither reads nor writes must not block the parent beyond its timeout.

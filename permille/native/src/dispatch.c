@@ -4,7 +4,7 @@
 EXPORT int permille_abi(void) { return PERMILLE_ABI; }
 
 /* Return 1 if the path was compiled and this processor supports it, else 0. Paths: 0 scalar, 1 avx2, 2 avx512, 3 neon.
- * F16C is not asked for, because every processor with AVX2 has it, and not every compiler knows the name. */
+ * F16C is not checked, because every processor with AVX2 has it, and not every compiler knows its name. */
 EXPORT int permille_has(int path) {
     if (path == 0) return 1;
 #if defined(__x86_64__) || defined(__i386__)
