@@ -83,7 +83,7 @@ class CodedWeight(nn.Module):
         return torch.cat(found) if found else torch.empty(0, device=self.packed.device)
 
     def tile(self, rows: slice) -> Tensor:
-        """Decode rows to [R, K], with the same bits as `permille.quantization.dequantize`."""
+        """Decode rows to [R, K] as `permille.quantization.dequantize` does, and round them to the dtype."""
         columns = self.shape[1]
         first, last = rows.start * columns, rows.stop * columns
         return self._decoded(first, last, rows).view(-1, columns).to(self._dtype)

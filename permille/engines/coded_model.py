@@ -203,7 +203,8 @@ def _tables(model: Any, package: Package, device: torch.device, dtype: torch.dty
     embedding, head = table_names(package.config)
     table = CodedTable(package.plain(embedding), device)
     own = table if is_tied(package.config) else CodedTable(package.plain(head), device)
-    # Some families scale inside the embedding module, which is replaced here. Others scale after it.
+    # Some families multiply by a factor inside the embedding module. That module is replaced here, so pass
+    # the factor on. Other families scale after the module.
     factor = getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)
     model.set_input_embeddings(CodedEmbedding(table, factor, dtype))
     found = CodedHead(own)

@@ -38,7 +38,7 @@ def export_transformers(package: Package, values_K: NDArray[np.float32] | None, 
 
     Args:
         package: the package.
-        values_K: float32 [k], the masked weights or the adapter's numbers. None takes those of the package.
+        values_K: float32 [k], the masked weights or the adapter's numbers. None takes the package's values.
         folder: a new or empty folder. Its parent folder must exist.
 
     Raises:
@@ -69,7 +69,7 @@ def export_peft(package: Package, values_K: NDArray[np.float32] | None, folder: 
 
     Args:
         package: a package with an adapter.
-        values_K: float32 [k], the adapter's numbers. None takes those of the package. With them, the adapter
+        values_K: float32 [k], the adapter's numbers. None takes the package's values. With these, the adapter
             changes nothing.
         folder: a new or empty folder. Its parent folder must exist.
 
@@ -115,7 +115,7 @@ def _peft_config(package: Package, adapter: AdapterInfo) -> bytes:
 
 
 def checked_values(package: Package, values_K: NDArray[np.float32] | None) -> NDArray[np.float32]:
-    """Check the values to write. None takes those of the package.
+    """Check the values to write, and return them. None takes the package's values.
 
     Raises:
         InputError: the values have another shape or dtype, or are not finite.

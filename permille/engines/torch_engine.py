@@ -112,7 +112,7 @@ class TorchEngine:
 
     @property
     def k(self) -> int:
-        """Number of masked weights of the package."""
+        """Number of trained values of the package: masked weights, or an adapter's numbers."""
         return self._limits.k
 
     @property
@@ -168,7 +168,8 @@ class TorchEngine:
                 state = run.through(layers)
                 loss = self._losses_of(rows, state).double().sum()
                 (gradient_1K,) = torch.autograd.grad(loss, values_1K)
-                # `run` has counted the forward pass. The reverse pass ends at the lowest masked layer.
+                # `run` has counted the first forward pass. The other two cover only the layers from the
+                # lowest masked one on.
                 above = (REVERSE_PASSES - 1) * (layers - lowest) * len(rows.ids_BT)
                 self._layer_passes += run.layer_passes + above
                 loss_sum += float(loss.detach())
@@ -184,7 +185,8 @@ class TorchEngine:
         check_values(values_K[None], self._limits)
         check_prompt(prompt_ids, self._limits)
         values_1K = self._tensor(values_K[None])
-        # Without a config, the cache keeps every token. The attention mask applies sliding windows.
+        # A cache that is made without a config keeps every token, even for layers with a sliding window. The
+        # attention mask applies the window.
         cache = transformers.DynamicCache()
 
         def next_logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:

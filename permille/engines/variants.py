@@ -100,8 +100,8 @@ def run_variants(
 
     def forked(parts: list[tuple[int, list[int]]], state: State) -> tuple[Groups, State]:
         groups = [part for _, part in parts]
-        # Set the values of the first variant of each group. In the next layer, the others have the same, and
-        # the group is split before a layer in which they differ.
+        # Set the values of the first variant of each group. All variants of a group have the same values in
+        # the next layer, and a group is split before a layer in which its variants differ.
         chosen_GK = values_VK[[variants[0] for variants in groups]]
         return groups, decoder.fork(state, [group for group, _ in parts], chosen_GK)
 

@@ -88,7 +88,7 @@ def export_gguf(
 
     Args:
         package: a package with a mask.
-        values_K: float32 [k] for the masked weights. None takes those of the package.
+        values_K: float32 [k] for the masked weights. None takes the package's values.
         folder: a new or empty folder. Its parent folder must exist.
         kind: the type. None takes `source` if the package has the scheme `source`, else Q8_0.
 
@@ -264,8 +264,7 @@ class _Weights:
         return BlockType(type_name(self._package.quantized(info.name)).lower())
 
     def _plain_type(self, name: str, shape: tuple[int, ...]) -> BlockType:
-        """Return the type of an embedding, head, norm or bias. llama.cpp needs biases and norms in
-        float32."""
+        """Return the type of a tensor that is no linear weight. llama.cpp needs float32 biases and norms."""
         if len(shape) == 1:
             return BlockType.F32
         if self.kind is BlockType.SOURCE:

@@ -49,7 +49,7 @@ def standardized(kind: NormKind, x_MH: Array, epsilon: float) -> tuple[Array, Ar
 
 
 def activate(kind: Activation, x: Array) -> Array:
-    """Apply the activation function pointwise, and return the result. `x` is overwritten."""
+    """Apply the activation function to each number of x, in place, and return x."""
     if native.activate(kind.value, x):
         return x
     if kind is Activation.RELU:
@@ -127,7 +127,7 @@ def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
 class AttentionScores(NamedTuple):
     """Settings of attention scores `cap tanh(scale q k / cap)`.
 
-    `window` is the number of tokens that a token attends to, itself included.
+    `window` is the largest number of tokens that a token attends to, itself included.
     """
 
     scale: float
@@ -162,7 +162,7 @@ def _by_head(
 
 
 def attention_weights(q_GTD: Array, k_SD: Array, scores: AttentionScores) -> tuple[Array, Array | None]:
-    """Return the softmax of the scores [G, T, S], and the slope of the soft cap or None."""
+    """Return the softmax of the scores [G, T, S], and the derivative of the soft cap (None without a cap)."""
     scale, window, cap = scores
     score_GTS = np.matmul(q_GTD, k_SD.T)
     score_GTS *= np.float32(scale)

@@ -63,7 +63,7 @@ class LightLayer:
 
     @property
     def projections(self) -> list[LightLinear]:
-        """Return the linears of queries, keys and values."""
+        """Return the linear layers that compute queries, keys and values."""
         return [linear for linear in (self.fused, self.query, self.key, self.value) if linear is not None]
 
     @property
@@ -161,7 +161,8 @@ def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
     fused, query, key, value = (optional(name) for name in (names.fused, names.query, names.key, names.value))
     gate, up = optional(names.gate), parts.linear(prefix + names.up)
     if about.stacked:
-        # One matrix holds the layers query, key and value, and another one gate and up. Cut them into views.
+        # One matrix holds the layers query, key and value. Another matrix holds gate and up. Cut both
+        # matrices into views.
         query, key, value = parts.stacked(f"{prefix}{names.fused}", (about.heads, *[about.kv_heads] * 2))
         gate, up = parts.stacked(prefix + names.up, (1, 1))
         fused = None

@@ -53,7 +53,8 @@ _PART_BYTES = 56 << 20
 _FEWEST_TOKENS = 64
 # How many numbers a pointwise task covers. They fit into the processor's caches.
 _NUMBERS = 1 << 17
-# The largest number of attention scores, and of products of tokens and masked weights, at a time.
+# The largest number of attention scores, and the largest number of products of tokens and masked weights,
+# that are in memory at a time (for each thread).
 _SCORES = 1 << 20
 _PRODUCTS = 1 << 16
 
