@@ -8,7 +8,7 @@ In a state, each masked weight is its base plus an integer times a unit (`permil
 `learning_rate` computes the first rate from the package, so no search for a rate is needed. The rate falls to
 0 over the steps. Each change is rounded to the nearest multiple of the lattice's unit.
 
-Shapes: K = masked weights.
+Here, t is the number of steps up to this one, without rejected steps. Shapes: K = masked weights.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 // ExecuTorch's runtime behind C functions, and the one operator of our programs that it does not have.
 //
-// Compiled by build.py against the headers and libraries of the `executorch` wheel; nothing of torch is needed.
+// build.py compiles this file with the headers and libraries of the `executorch` wheel. It needs nothing of torch.
 // A function returns 0, or an error code of ExecuTorch's runtime (runtime/core/error.h).
 #include <cstdint>
 #include <cstring>
@@ -36,7 +36,7 @@ constexpr int64_t TILE = 16;  // tokens that one pass over a mask serves
 
 // out[r, t] = y[r, t] + S x[r, t]. S has the values of the row's variant at (row, column), and is zero elsewhere.
 // Columns of x are gathered from a transposed tile, so that each masked weight is one vector operation. Masks are
-// in row-major order, so a row's sum is complete before the next one begins.
+// in row-major order, so the sum of a row is complete before the next row begins.
 void add_tile(const float *x, const float *values, const int64_t *row, const int64_t *column, int64_t masked,
               int64_t tokens, int64_t n, int64_t k, float *tile, float *out) {
     for (int64_t m = 0; m < TILE; m++)
@@ -81,7 +81,8 @@ int code(Error error) { return static_cast<int>(error); }
 
 thread_local std::string last_message;
 
-// The runtime would write to standard error, which belongs to the caller. Keep its last error, and drop the rest.
+// The runtime would write its messages to standard error, which belongs to the caller. Keep the last error, and drop
+// all other messages.
 void keep_message(et_timestamp_t, et_pal_log_level_t level, const char *, const char *, size_t, const char *message,
                   size_t length) {
     if (level == kError || level == kFatal) last_message.assign(message, length);
@@ -108,7 +109,7 @@ int program_open(const char *path, int threads, void **opened) {
 
 void program_close(void *opened) { delete static_cast<Module *>(opened); }
 
-// Return the sizes of an input of a method, at most 4 of them. `*rank` is their number.
+// Return the sizes of an input of a method. `*rank` is the number of sizes, at most 4.
 int program_input(void *opened, const char *method, int index, int64_t *sizes, int *rank) {
     const auto meta = static_cast<Module *>(opened)->method_meta(method);
     if (!meta.ok()) return code(meta.error());

@@ -11,9 +11,9 @@ by tile.
 `d_x` is the gradient of the loss with respect to x. No gradient of a whole weight matrix is computed.
 
 # Legend: L layers, M tokens, H width, R target tokens, E width of the head, I width of the feed-forward part,
-N, K = out and in features (as `value_K`, `gradient_K`: masked weights of the package), R rows of a tile, C
-masked weights of a layer, T tokens of one sequence, A heads, B key-value heads, G = A / B, D numbers of a
-head.
+N, K = out and in features, R rows of a tile, C masked weights of a layer, T tokens of one sequence, A heads,
+B key-value heads, G = A / B, D numbers of a head. In `value_K` and `gradient_K`, K is the number of masked
+weights of the package.
 """
 
 from collections.abc import Callable, Sequence
