@@ -51,8 +51,8 @@ class CodedLayer(nn.Module):
             return self.stand_in(hidden, arguments)
         if not torch.is_grad_enabled():
             return self.layer(hidden, **arguments)
-        # Do not use the reentrant form. If the input of a layer needs no gradient (as in the first layer), it
-        # gives none for the values either. Dropout is off, so there is no random state to preserve.
+        # Do not use the reentrant form. If the input of a layer needs no gradient (as in the first layer),
+        # that form gives none for the values either. Dropout is off, so there is no random state to preserve.
         return checkpoint(self.layer, hidden, use_reentrant=False, preserve_rng_state=False, **arguments)
 
 

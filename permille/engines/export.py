@@ -2,7 +2,8 @@
 
 `export_transformers` writes decoded weights with the sparse values set, or with an adapter merged.
 `export_peft` writes an adapter alone. Load the adapter onto the package's own model (exported without values)
-or onto the source model. The source model is not quantized, so results with it differ a little.
+or onto the source model. The source model is not quantized, so with it, results differ a little from those of
+the package.
 
 Tensors are written one by one, so memory depends on the size of the largest tensor, not on that of the model.
 A folder appears only when it is complete. A failed export leaves no folder.
