@@ -1,8 +1,8 @@
 """The signed record of a rollout, from which a device decides by itself whether it takes part.
 
-The record is the `custom` field of a TUF target (FORMAT 14). So nobody between service and device
-can open a wave, or move a device to another wave. Nobody can hide a halt for longer than the
-lifetime of the timestamp.
+The record is the `custom` field of a TUF target (FORMAT 14), which is signed. So nobody between service and
+device can open a wave, or move a device to another wave. Nobody can hide a halt for longer than the lifetime
+of the timestamp.
 """
 
 import hashlib
@@ -16,9 +16,10 @@ from typing import Any, Final
 from permille.errors import InputError
 from permille.fleet.windows import Window
 
-# The number of places (see `place_of`). A wave of 1 % holds 100 of them.
+# The number of places (see `place_of`). A wave of 1 % has 100 places.
 PARTS: Final = 10_000
-# The most members of a group by device id or tag, since the record lists a digest of each member.
+# The most members of a group that is chosen by device id or by tag. It is limited because the record lists a
+# digest of each member.
 MAX_MEMBERS: Final = 2000
 # The largest integer that all JSON readers represent exactly (RFC 8259, section 6).
 _MOST: Final = 2**53 - 1
@@ -34,7 +35,7 @@ class RolloutState(StrEnum):
     - paused: it may continue. Devices that have the version keep it.
     - stopped: it cannot continue. Devices that have the version keep it.
     - done: all devices take the version.
-    - reverted: all devices take a new version with the package from before.
+    - reverted: all devices take a new version, which has the package of the version before the rollout.
     """
 
     DRAFT = "draft"
@@ -58,10 +59,11 @@ class ReportCode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about a device, by which groups select devices. The engine is known after the first run.
+    """Facts about a device, by which groups select devices.
 
     Attributes:
-        tags: set by the device's owner. The service also knows tags that operators set.
+        engine: the engine of the newest run; None before the first run.
+        tags: the tags that the device's owner has set. The service also knows tags that operators set.
     """
 
     agent_version: str
@@ -76,9 +78,10 @@ class Choice:
 
     Attributes:
         agent_version: the lowest version of the agent.
-        engines: one of these must have computed the device's newest run.
+        engines: one of these engines must have computed the device's newest run. Without any, every engine
+            fits.
         memory_bytes: the least memory.
-        members: digests of devices (`member_digest`); None for any device.
+        members: digests of the devices in the group (`member_digest`); None for any device.
     """
 
     agent_version: str | None = None
@@ -107,6 +110,7 @@ class Offer:
     """A rollout in the form that is signed.
 
     Attributes:
+        rollout: the id of the rollout.
         version: the version that devices in an open wave install.
         places: a device may take the version if its place (`place_of`) is below this number.
         window: the times at which devices may begin to install; None for any time.
@@ -141,8 +145,8 @@ class Offer:
             if offer.version < 1 or offer.places > PARTS:
                 raise ValueError("version or places out of range")
             texts = (offer.rollout, read.agent_version or "", *engines, *(read.members or ()))
-            # The device sends its token to a path of the service that contains the id. So the id must not
-            # lead to another path.
+            # The device sends its token to a path of the service that contains the rollout's id. So this id
+            # must not lead to another path.
             if not all(isinstance(text, str) for text in texts) or not _ID.fullmatch(offer.rollout):
                 raise ValueError("a text in another form")
         except (AttributeError, KeyError, TypeError, ValueError, InputError) as exc:
@@ -172,10 +176,10 @@ class Offer:
 
 
 def place_of(rollout_id: str, device_id: str) -> int:
-    """Return a device's place in a rollout, from 0 to 9,999. A wave includes all places below its bound.
+    """Return a device's place in a rollout, from 0 to 9,999. The lower the place, the earlier is its wave.
 
-    The place is a hash, so no row stores it. It differs between rollouts, so no device is always
-    first.
+    The place is a hash, so no row stores it. A device has a different place in each rollout, so no device is
+    always first.
 
     Example:
         >>> place_of("rollout_1", "dev_1") == place_of("rollout_1", "dev_1")
@@ -187,8 +191,8 @@ def place_of(rollout_id: str, device_id: str) -> int:
 
 def member_digest(rollout_id: str, device_id: str) -> str:
     """Return the digest that stands for a device in a record, so that the record does not show its id."""
-    # 64 bits suffice to tell 2,000 members apart. With the id of the rollout, a device has another digest
-    # in each rollout.
+    # 64 bits suffice to tell 2,000 members apart. The hash includes the rollout's id, so a device has a
+    # different digest in each rollout.
     return _hash("member", rollout_id, device_id)[:8].hex()
 
 

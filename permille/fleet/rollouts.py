@@ -4,9 +4,9 @@
                   |-> paused -> running (counting anew), stopped
                   '-> stopped -> reverted
 
-`advance` is a pure function. It tests the reports for harm when there are 20, 40, 80, ... of them;
-each such occasion is a *look*. All tests of look j together raise a false alarm with a probability of at
-most `ALPHA / 2**j`. So the probability of stopping a good version is at most `ALPHA`, however long the
+`advance` is a pure function. It tests the reports for harm when there are 20, 40, 80, ... reports. Each such
+occasion is a *look*. All tests of look j (j = 1, 2, ...) together raise a false alarm with a probability of
+at most `ALPHA / 2**j`. So the probability of stopping a good version is at most `ALPHA`, however long the
 rollout runs.
 
 The gate at the end of a wave is not a statistical test. It compares the success rate with the rate
@@ -28,14 +28,15 @@ from permille.fleet.statistics import lower_mean, lower_share
 
 ALPHA: Final = 0.01
 FIRST_LOOK: Final = 20
-# Devices clip the loss differences that they report to this (nats per token). So no report dominates a mean.
+# The largest loss difference that a device reports, in nats per token. Devices clip larger differences, so
+# that no report dominates a mean.
 MAX_DIFFERENCE: Final = 0.25
-# A model counts as worse if its loss rises by more than this, in nats per token. The noise of training is
-# smaller.
+# A model counts as worse if its loss rises by more than this, in nats per token. Random differences between
+# trainings are smaller.
 WORSE_NATS: Final = 0.02
 LOSS_LIMIT: Final = 0.01
 GENERAL_LIMIT: Final = 0.02
-# A device that finds the same damage as three others did not cause it.
+# The rollout halts once this many devices found the same damage: no single device can then be its cause.
 SAME_CODE: Final = 4
 # Two shares and two means are tested at each look, so each test gets a quarter of the look's probability.
 _TESTS: Final = 4
@@ -75,11 +76,11 @@ class Rules:
             Each size includes the earlier waves. The last is `"100%"`.
         min_reports: the reports that a wave needs before the next one opens. A smaller wave needs
             a report from each of its devices.
-        soak_s: the least time that a wave stays open before the next one.
+        soak_s: the least number of seconds that a wave stays open before the next one opens.
         success_percent: the success rate that a wave needs, among the devices that began. A device
             that has not ended yet does not count as a success.
         failure_percent, worse_percent: limits of the shares of failures and of worse models.
-        deadline_s: a device that began, and sent no result within this time, counts as silent.
+        deadline_s: a device that began, and sent no result within this number of seconds, counts as silent.
         approval: waves after the first also wait until an operator, or a program, approves them.
     """
 
@@ -120,8 +121,10 @@ class Tally:
         damage: the number of devices for each code of package damage.
         judged, worse: the number of devices that compared their models, and the number of those whose
             model became worse.
-        losses: the differences of the loss after training, in nats per token.
-        general: the change of the loss on general text for each device, in nats per token.
+        losses: for each device, by how much the loss after training is higher with the new version than with
+            the one before, in nats per token.
+        general: for each device, by how much more training raises the loss on general text with the new
+            version than with the one before, in nats per token.
         wave_devices: the number of devices of the newest open wave, without those whose result an operator
             acknowledged by a resume.
         wave_began, wave_ended, wave_ok: how many of these devices began, ended, and succeeded.
@@ -170,7 +173,7 @@ class Standing:
 class Step:
     """The next state and wave. If the rollout halts, also the reason and the numbers for the audit log.
 
-    `awaits_approval` is true if the next wave waits for an approval only.
+    `awaits_approval` is true if only an approval is missing for the next wave.
     """
 
     state: RolloutState
@@ -182,11 +185,11 @@ class Step:
 
 
 def bounds_of(waves: Sequence[str], places: Iterable[int]) -> list[int]:
-    """Return the bound of each wave: devices whose place is below it are in the wave.
+    """Return the bound of each wave: devices whose place is below it are in this wave or in an earlier one.
 
     A count is turned into a bound once, when the rollout starts. So no list of devices is kept, and a device
-    that joins later gets a wave by its place. Devices that share a place are always in the same wave. A wave
-    may therefore have fewer devices than its count, but never more.
+    that joins later gets a wave by its place. Devices that share a place are always in the same wave. When
+    the rollout starts, a wave may therefore have fewer devices than its count, but never more.
 
     Args:
         waves: percentages and counts, as `Rules` has them.
@@ -217,14 +220,14 @@ def bounds_of(waves: Sequence[str], places: Iterable[int]) -> list[int]:
 
 
 def look_at(looks: int) -> int:
-    """Return the number of reports at which the next look is due, after this many looks."""
+    """Return the number of reports at which the next look is due, if there were `looks` looks before."""
     return FIRST_LOOK << looks
 
 
 def advance(standing: Standing, rules: Rules, tally: Tally, now: datetime) -> Step:
     """Decide whether a running rollout waits, opens its next wave or stops.
 
-    You may call this as often as you like.
+    The result depends only on the arguments, so it does no harm to call this often.
 
     Example:
 
@@ -233,11 +236,12 @@ def advance(standing: Standing, rules: Rules, tally: Tally, now: datetime) -> St
             print(f"stopped by {step.reason}: {step.numbers}")
     """
     looks = standing.looks
-    # Damage needs no statistics: equal damage on several devices is not an accident.
+    # Damage needs no statistics: the same damage on several devices is not an accident.
     count = max(tally.damage.values(), default=0)
     if count >= SAME_CODE:
         return _halt(standing, Reason.INTEGRITY, {"devices": count, "reports": tally.ended})
-    # Many reports may arrive between two calls. Skipped looks only lower the probability of an error.
+    # If many reports arrive between two calls, looks are skipped. This only lowers the probability of a false
+    # alarm.
     while tally.ended >= look_at(looks):
         looks += 1
     if looks > standing.looks and (found := _look(tally, rules, ALPHA / 2**looks / _TESTS)) is not None:
@@ -264,12 +268,12 @@ def _look(tally: Tally, rules: Rules, alpha: float) -> tuple[Reason, dict[str, f
 
 
 def _gate(standing: Standing, rules: Rules, tally: Tally, now: datetime, looks: int) -> Step:
-    """Open the next wave, wait for reports, or pause if no more reports can help."""
+    """Open the next wave, end the rollout, wait for reports, or pause if further reports cannot help."""
     here = Step(state=RolloutState.RUNNING, wave=standing.wave, looks=looks)
     soaked_at = standing.opened_at + timedelta(seconds=rules.soak_s)
     if now < soaked_at:
         return here
-    # A small wave may have fewer devices than the rules demand.
+    # The rules may demand more reports than a small wave has devices.
     needed = min(rules.min_reports, tally.wave_devices)
     if tally.wave_ended < needed:
         if now < soaked_at + timedelta(seconds=rules.deadline_s):

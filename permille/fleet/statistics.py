@@ -12,7 +12,7 @@ from typing import Final
 _TINY: Final = 1e-300
 _PRECISION: Final = 1e-14
 _TERMS: Final = 10_000
-# More than the 53 bits of a float64 in [0, 1].
+# How often a bisection halves its range. This is more than the 53 bits of a float64.
 _HALVINGS: Final = 60
 
 
@@ -56,7 +56,7 @@ def lower_mean(mean: float, deviation: float, n: int, alpha: float) -> float:
 
 
 def _crossing(function: Callable[[float], float], low: float, high: float) -> float:
-    """Return the zero of an increasing function, by bisection from below."""
+    """Return the zero of an increasing function, by bisection. The result is never above the zero."""
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if function(middle) < 0:
@@ -78,7 +78,7 @@ def beta_share(a: float, b: float, x: float) -> float:
     if x <= 0 or x >= 1:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):
-        # Beyond the mean the fraction converges slowly: use I_x(a, b) = 1 - I_1-x(b, a) (NIST 8.17.4).
+        # For larger x, the fraction converges slowly. Use I_x(a, b) = 1 - I_1-x(b, a) (NIST 8.17.4).
         return 1 - beta_share(b, a, 1 - x)
     scale = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     c, d = 1.0, 1 / _safe(1 - (a + b) * x / (a + 1))

@@ -23,8 +23,8 @@ class Window:
 
     Attributes:
         cron: minute, hour, day of the month, month and weekday (0 and 7 are Sunday). Each is `*`, a
-            number, a range `1-5`, a step `*/15`, or several of these with commas. If both days are
-            given, either suffices, as in cron.
+            number, a range `1-5`, a step `*/15`, or several of these with commas. If both the day of the
+            month and the weekday are restricted, one of them must fit, as in cron.
         minutes: how long the window stays open, 1 to 1440.
         zone: a time zone such as `Europe/Berlin`; None for the device's own.
 
@@ -55,7 +55,8 @@ class Window:
         # As in cron: if both day fields are restricted, one match suffices.
         is_either = not (parts[2].startswith("*") or parts[4].startswith("*"))
         for ago in range(self.minutes):
-            # Step back in real time, then convert. When clocks change, local time lacks or repeats an hour.
+            # Step back in real time, then convert to local time: it lacks or repeats an hour when clocks
+            # change.
             begin = (at - timedelta(minutes=ago)).astimezone(zone)
             fits = (begin.day in days, begin.isoweekday() % 7 in weekdays)
             if (

@@ -208,7 +208,7 @@ def write_manifest(blobs: BlobFolder, manifest: Manifest) -> str:
 
 
 def plain_tensors(model: SourceModel, embeddings: Embeddings | str = Embeddings.Q8_0) -> Iterator[RawTensor]:
-    """Yield all tensors that are not quantized as linear layers, in the model's order.
+    """Yield all tensors except the linear layers of the decoder layers, in the model's order.
 
     Args:
         embeddings: how the embedding and the head are stored.

@@ -1,4 +1,4 @@
-"""Checks of those files in a package whose content controls libraries (FORMAT 3.3).
+"""Checks of the files in a package that tell libraries what to do (FORMAT 3.3).
 
 A `config.json` can name code to import, kernels to download and files to open. So its keys are on
 an allow-list, and only plain settings pass. Both the writer and the reader of a package check this.

@@ -78,7 +78,8 @@ MEDIA_TYPES = {
 # FORMAT 3.3: a package has one layer of each of these roles.
 REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.BLOCKS)
 MASK_ROLES, ADAPTER_ROLES = (Role.MASK, Role.VALUES), (Role.ADAPTER,)
-# FORMAT 4.9: the layers that can be added to a package, and the key of each in the provenance.
+# FORMAT 4.9: the additions, which are the layers that the parent of a package lacks, and the key of each in
+# the provenance.
 ADDITIONS = {Role.POOLED: "pooling", Role.PROGRAM: "export"}
 # FORMAT 4.7: the layers with hashed blocks, in the order of the list of hashes.
 BLOCKED_ROLES = (Role.DENSE, Role.PLAIN)

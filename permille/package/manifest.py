@@ -336,7 +336,7 @@ class Manifest:
             got = f"{top.get('format')!r:.60} {top.get('version')!r:.20}"
             raise PackageError(
                 "manifest-version",
-                f"The manifest has the format {got}, but this permille reads {FORMAT} {VERSION}.",
+                f"The manifest has the format {got}, but this version of permille reads {FORMAT} {VERSION}.",
             )
         # The key `mask` or `adapter` decides the kind of the package (FORMAT 3.1).
         chosen = "adapter" if isinstance(top, Mapping) and "adapter" in top else "mask"

@@ -215,8 +215,8 @@ class Package:
     def values(self) -> NDArray[np.float32]:
         """Return the values from which training starts, float32 [k], tensor by tensor, as a new array.
 
-        With a mask, they are the sparse values. With a LoRA adapter, they are the matrices A and B of each
-        tensor. With LoRA-FA, they are the matrices B only. B starts at 0.
+        With a mask, they are the sparse values. With a LoRA adapter, they are the matrix A of each tensor,
+        then its B. With LoRA-FA, they are B only. B starts at 0.
 
         Raises:
             PackageError: `values-not-finite` or `adapter-not-finite`.

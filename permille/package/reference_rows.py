@@ -22,7 +22,9 @@ from permille.package.safetensors_io import SafetensorsFile, SafetensorsWriter
 NAMED_TOKENS = 16
 MOST_ROWS = 1024
 MOST_TOKENS = 1024
-MOST_TOGETHER = 1 << 14  # most tokens of all rows together, since every training evaluates them
+# Most tokens of all rows together. A training evaluates the measuring rows for the base and for up to 8
+# strengths.
+MOST_TOGETHER = 1 << 14
 DTYPES = frozenset({"U32", "U8", "F16"})
 _NAMES = ("ids", "spans", "kinds", "named_ids", "named_probabilities")
 # Half precision changes a probability by a relative 2^-11 at most, so the sum of a row may exceed 1.
@@ -37,10 +39,10 @@ class ReferenceRows:
         ids_NT: int64 token ids; 0 after the end of a row.
         begin_N: int64, the position of the first target of a row, at least 1.
         end_N: int64, the position after the last token of a row. The last token is the last target.
-        chat_N: bool, whether the row is a chat. Its targets are then the answer of the base model.
+        chat_N: bool, whether the row is a chat turn. Its targets are then the answer of the base model.
         pulls_N: bool, whether the row pulls. Otherwise it measures.
-        named_RS: int64, the ids of the base model's most probable tokens, for each target of the rows
-            that pull.
+        named_RS: int64, the distinct ids of the base model's most probable tokens, for each target of the
+            rows that pull.
         probability_RS: float32, the base model's probabilities of these tokens.
     """
 
@@ -98,7 +100,7 @@ def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | Non
     if not (2 <= number <= MOST_ROWS and 2 <= length <= MOST_TOKENS):
         raise _refused(f"has {number} rows of {length} tokens, not 2 to {MOST_ROWS} of 2 to {MOST_TOKENS}")
     if spans_N2.shape != (number, 2) or kinds_N2.shape != (number, 2) or kinds_N2.max() > 1:
-        raise _refused("has spans or kinds of another number of rows, or a kind above 1")
+        raise _refused("has spans or kinds of another number of rows, or a kind that is not 0 or 1")
     begin_N, end_N = spans_N2.T
     # Nothing predicts the first token of a row, so it is no target.
     if not ((begin_N >= 1) & (begin_N < end_N) & (end_N <= length)).all():
@@ -116,7 +118,10 @@ def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | Non
     # A tiny vocabulary may have fewer than `NAMED_TOKENS` tokens.
     wanted = (targets, min(NAMED_TOKENS, vocabulary))
     if named_RS.shape != probability_RS.shape or named_RS.shape != wanted:
-        raise _refused(f"has named tokens of shape {list(named_RS.shape)}, not {list(wanted)}")
+        raise _refused(
+            f"has named tokens of shape {list(named_RS.shape)} and probabilities of shape "
+            f"{list(probability_RS.shape)}, not {list(wanted)}"
+        )
     if max(int(ids_NT.max()), int(named_RS.max())) >= vocabulary:
         raise _refused(f"has a token outside the vocabulary of {vocabulary}")
     if (np.diff(np.sort(named_RS, axis=1), axis=1) == 0).any():

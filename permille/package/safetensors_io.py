@@ -185,15 +185,18 @@ class SafetensorsWriter(ExitStack):
             data: C-contiguous and little-endian, with as many bytes as dtype and shape say.
 
         Raises:
-            InputError: the name was added before, the dtype is unknown, or the bytes do not fit the
-                shape.
+            InputError: the name was added before or is `__metadata__`, the dtype is unknown, or the bytes do
+                not fit the shape.
             OSError: from the file system.
         """
-        if name in self._entries or name == "__metadata__":
+        if name == "__metadata__":
+            raise InputError("No tensor may have the name '__metadata__', which the header uses.")
+        if name in self._entries:
             raise InputError(f"The tensor {name!r} was added before. Add each tensor once.")
         if dtype not in ITEM_BYTES:
             raise InputError(f"expected dtype of {name!r} to be one of {sorted(ITEM_BYTES)}, got {dtype!r}")
-        # Write the bytes of the array, whatever its dtype: numpy has no bfloat16, so callers pass raw bytes.
+        # Write the bytes of the array, whatever its dtype: numpy has no bfloat16, so callers pass such
+        # tensors as raw bytes.
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         width = ITEM_BYTES[dtype]
         if flat.size != math.prod(shape) * width:

@@ -165,7 +165,8 @@ def check_program(path: Path) -> None:
     if found != expected or not PROGRAM_HEADER_BYTES <= described <= base:
         raise PackageError(
             "program-header",
-            f"The program has {found} in its header, with a description of {described} bytes, not {expected}",
+            f"The header of the program holds {found} instead of {expected}, or a description of {described} "
+            f"bytes instead of {PROGRAM_HEADER_BYTES} to {base}.",
         )
 
 

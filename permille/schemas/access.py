@@ -73,7 +73,7 @@ class TokenSecret(Token):
 
 
 class AuditEntry(Closed):
-    """A change by an operator, written in the same transaction as the change."""
+    """The record of a change by an operator, written in the same transaction as the change."""
 
     seq: Positive = Field(description="number of the entry: 1, 2, 3 ... within the tenant")
     at: Timestamp

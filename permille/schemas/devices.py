@@ -9,7 +9,7 @@ from pydantic import Field, StringConstraints
 from permille.schemas.fields import TEXT_PATTERN, Closed, Count, Id, Name, Positive, Timestamp
 from permille.schemas.releases import VersionResults
 
-# A context for each purpose, so that a signature for one purpose is worthless for another.
+# Each purpose has its own context, so that a signature for one purpose is worthless for another.
 TOKEN_CONTEXT: Final = b"permille-device-token-1\0"
 ENROLMENT_CONTEXT: Final = b"permille-enrolment-1\0"
 
@@ -58,7 +58,7 @@ def token_message(device_id: str, nonce: str) -> bytes:
         >>> token_message("dev_1", "q83v")
         b'permille-device-token-1\x00dev_1\x00q83v'
     """
-    # The NUL separates both texts, neither of which can contain one.
+    # The NUL separates the device id from the nonce. Neither can contain a NUL.
     return TOKEN_CONTEXT + device_id.encode("ascii") + b"\0" + nonce.encode("ascii")
 
 
@@ -218,7 +218,7 @@ class Fleet(Closed):
     """
 
     devices: Count | None
-    # Lists of groups, not objects: the names are data, such as versions of agents.
+    # These are lists of groups instead of objects, because the names are data, such as versions of agents.
     seen: list[Group] = Field(description="devices by the time when they were last seen")
     agents: list[Group] = Field(description="devices by the version of their agent")
     engines: list[Group] = Field(description="devices by the engine of their newest run")

@@ -1,6 +1,6 @@
 """Federations, in which many devices improve one state in rounds: the requests and records of the API.
 
-Contributions of devices and published rounds have formats of their own (FORMAT 13), not JSON.
+Only these are JSON. FORMAT 13 defines the binary formats of contributions and of published rounds.
 """
 
 from enum import StrEnum
@@ -36,7 +36,7 @@ MAX_DEVICES: Final = 65536
 MAX_DP_EPSILON: Final = 1000
 # The largest learning rate and epsilon. Weights lie below one, so larger values make no sense.
 MAX_RATE: Final = 10
-# A state is adopted on the evidence of at least this many devices.
+# Without a reason, a state is adopted only if at least this many devices measured its gain.
 EVIDENCE_DEVICES: Final = 30
 
 # Zero would train nothing.
@@ -64,7 +64,7 @@ class RoundState(StrEnum):
 
 
 class ChargeState(StrEnum):
-    """State of a device's privacy charge for a round. Spent is final."""
+    """State of a device's privacy charge for a round. `spent` is final."""
 
     RESERVED = "reserved"
     SPENT = "spent"
@@ -109,7 +109,9 @@ class TrainingCreate(Closed):
     ] = 1
     queries: Annotated[
         # FORMAT 8.1: with groups, a step has at most 8192 coefficients.
-        int, Field(strict=True, ge=1, le=8192, description="integers of a device per step"), WholeNumber
+        int,
+        Field(strict=True, ge=1, le=8192, description="integers that a device contributes per logged step"),
+        WholeNumber,
     ] = 1024
     local_steps: Annotated[
         int,
@@ -127,7 +129,7 @@ class TrainingCreate(Closed):
     )
     epsilon: _Rate | None = Field(default=None, description="perturbation scale of zeroth order")
     batch_rows: Annotated[
-        # FORMAT 13.1 bounds the following two.
+        # FORMAT 13.1 limits both `batch_rows` and `row_tokens`.
         int, Field(strict=True, ge=1, le=1024, description="texts in a device's batch"), WholeNumber
     ] = 4
     row_tokens: Annotated[
@@ -155,7 +157,7 @@ class AggregationCreate(Closed):
             strict=True,
             ge=0,
             le=50,
-            description="percent that trimmed drops at each end; 50 is the median",
+            description="percent of the devices' values that trimmed drops at each end; 50 gives the median",
         ),
         WholeNumber,
     ] = 0
@@ -172,7 +174,7 @@ class AggregationCreate(Closed):
 
 
 class PrivacyCreate(Closed):
-    """The privacy of each device: noise in every sum, and a limit of its participations."""
+    """The privacy of each device: noise in every sum, and a limit on the rounds in which it takes part."""
 
     dp_epsilon: Annotated[float, Field(strict=True, gt=0, le=MAX_DP_EPSILON, allow_inf_nan=False)] = Field(
         description="privacy budget of one device over all rounds; determines the noise"
@@ -316,11 +318,11 @@ class RoundRequest(Closed):
 
 
 class RoundInvitation(Closed):
-    """The inputs of a device's part in the open round."""
+    """What a device needs to take part in the open round."""
 
     round: Count
     seconds_left: Annotated[float, Field(ge=0)] = Field(
-        description="seconds until the deadline (not a time, since a device's clock may be wrong)"
+        description="seconds until the deadline: a duration, since a device's clock may be wrong"
     )
     start_digest: Digest = Field(description="digest of the state to begin from")
 
@@ -333,7 +335,7 @@ class ContributionReceipt(Closed):
 
 
 class AdoptionCreate(Closed):
-    """Let devices begin with the federation's state after `round` rounds."""
+    """Let the devices that are members begin with the federation's state after `round` rounds."""
 
     round: Count | None = Field(
         default=None, description="number of rounds (default: the newest state with a known gain)"

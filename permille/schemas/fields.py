@@ -22,8 +22,8 @@ ULID_PATTERN = "[0-9a-hjkmnp-tv-z]{26}"
 ID_PATTERN = rf"^[a-z]{{2,8}}_{ULID_PATTERN}$"
 # No part begins with a dot, so `..` cannot occur.
 PATH_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}(/[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,99}){0,19}$"
-# Control and format characters (Unicode's Cc and Cf) reverse or hide parts of a line. The ranges are
-# written out, since not every reader of the document knows \p{Cf}.
+# Control and format characters (Unicode's Cc and Cf) can reverse or hide parts of a line. The ranges are
+# written out, since not every reader of the OpenAPI document knows \p{Cf}.
 _FORMAT_CHARACTERS = (
     r"\u00ad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2064"
     r"\u2066-\u206f\ufeff\ufff9-\ufffb"
@@ -80,7 +80,7 @@ class Closed(BaseModel):
         {'status': 'ok', 'version': '0.1.0'}
     """
 
-    # JSON has no NaN and no infinity, so none may enter or leave.
+    # JSON has neither NaN nor infinity, so a record with one of them is refused.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="null")
 
 

@@ -79,7 +79,7 @@ class ModelCreate(Closed):
 
 
 class Model(Closed):
-    """A registered base model. Family and sizes are null until a worker has read a hub model."""
+    """A registered base model. Family and sizes of a hub model are null until a worker has read it."""
 
     id: Id
     name: Name
@@ -87,7 +87,9 @@ class Model(Closed):
     # The API does not open files of the hub. The first job reads them and fills in these fields.
     family: str | None = Field(examples=["llama"])
     parameters: Count | None
-    scoped_parameters: Count | None = Field(description="weights of the linear layers in the decoder")
+    scoped_parameters: Count | None = Field(
+        description="weights of the linear layers inside the decoder layers"
+    )
     size_bytes: Count | None
     created_at: Timestamp
 

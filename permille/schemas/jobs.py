@@ -15,7 +15,7 @@ class JobKind(StrEnum):
     """Kind of a job.
 
     A build consists of child jobs, and a large mask is split into shards. The service starts a replay when a
-    device has shared a log, and a round job to close a round of a federation.
+    device has shared a log. It starts a round job to close a round of a federation.
     """
 
     SPARSIFICATION = "sparsification"
@@ -46,7 +46,7 @@ class JobState(StrEnum):
 
 
 ENDED: Final = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.DEAD})
-# Computed, so that a new state cannot be missing from both sets.
+# This is computed, so that a new state is always in one of the two sets.
 UNFINISHED: Final = frozenset(JobState) - ENDED
 
 

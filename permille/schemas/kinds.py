@@ -1,4 +1,4 @@
-"""The kinds of jobs that a request can start, each described once.
+"""The kinds of jobs that a request can start, in one table.
 
 From this table, the service makes routes, the command line makes commands, and store and workers
 parse the payload of a job. The request is also the payload of the job, unchanged. So a new option only
@@ -41,14 +41,15 @@ class WorkKind:
     """A kind of job in the REST API.
 
     Attributes:
-        request: the pydantic model, or union of models, of the request. It is also that of the payload.
+        request: the pydantic model, or union of models, of the request. The payload of the job has the same
+            model.
         record: the pydantic model of the result.
-        collection: the last part of the path, as in `/v1/masks`, and the name of the group of
-            commands.
+        collection: the last part of the path, such as `masks` in `/v1/masks`. The group of commands has the
+            same name.
         about: a description of the collection.
         starts: a description of the operation that starts such a job.
-        shows: a description of the report, or None if there is none.
-        examples: example requests. The key is a description.
+        shows: a description of the operation that shows the report, or None if there is no report.
+        examples: example requests, by their descriptions.
         key: the path parameter of a single record.
         prefix: the prefix of ids, or None if a digest is the id.
     """
@@ -237,7 +238,7 @@ PreflightCreate: Final[Any] = Annotated[
     Union[tuple(map(_preflight, WORK.values()))],  # noqa: UP007 - the fix would be another type
     Field(discriminator="kind"),
 ]
-# The service itself starts the first three kinds, so no route takes them.
+# No route takes the first three kinds: the service or a worker starts these jobs.
 _REQUESTS: Final[dict[str, TypeAdapter[Any]]] = {
     JobKind.REPLAY: TypeAdapter(ReplayRequest),
     JobKind.ROUND: TypeAdapter(RoundRequest),
@@ -278,6 +279,6 @@ def result_path(kind: JobKind, result_id: str) -> str | None:
         return None
     if kind is JobKind.ROUND:
         return f"/v1/federations/{result_id}"
-    # A build's result is its package, not the build.
+    # The result of a build, a pooling or an export is a package.
     made = JobKind.PACKAGE if kind in MAKES_PACKAGES else kind
     return f"/v1/{WORK[made].collection if made in WORK else 'runs'}/{result_id}"

@@ -99,7 +99,7 @@ class ShardRequest(Closed):
     scope: Scope
     plan: Digest = Field(description="digest of the sequences that the mask job has drawn")
     first: Count
-    stop: Count = Field(description="one past the last sequence")
+    stop: Count = Field(description="index after that of the last sequence")
     dtype: Dtype = Field(description="dtype of the worker that split the mask job, for all its shards")
 
 

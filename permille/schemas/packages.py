@@ -22,7 +22,7 @@ _EITHER: Final = "Give either a mask or an adapter"
 
 
 class Adapter(Closed):
-    """Low-rank matrices beside the linear layers, which are trained instead of masked weights."""
+    """Low-rank matrices beside the linear layers. Devices train these matrices instead of masked weights."""
 
     kind: Annotated[AdapterKind, Flag("--adapter")] = Field(
         description="adapter to train in place of sensitive weights: lora, or lora-fa (half of it frozen)"
@@ -48,8 +48,8 @@ class Adapter(Closed):
 
 
 def _either(mask: str, kind: str) -> ConfigDict:
-    """Return the JSON schema of `_check_trainable`: either the field `mask`, of this type, or an
-    adapter.
+    """Return the rule of `_check_trainable` as JSON schema: a request has either an adapter, or the field
+    whose name is `mask` and whose JSON type is `kind`.
     """
     # pydantic cannot express this rule in JSON schema, so write it out for clients.
     nothing: JsonDict = {"type": "null"}
@@ -73,7 +73,7 @@ class PackageCreate(Closed):
 
     model_config = _either("mask_id", "string")
 
-    # Mask and adapter are optional here, and `_check` demands exactly one of them.
+    # Both mask and adapter are optional fields, but `_check` demands exactly one of them.
     mask_id: Id | None = Field(default=None, description="mask of the model")
     adapter: Adapter | None = None
     quantization_id: Id = Field(description="quantization of the same model")
@@ -148,7 +148,8 @@ class PackageLayer(Closed):
 class PackageRecord(Made):
     """A package. Its id is the digest of its manifest.
 
-    If it has the layer `pooled`, devices begin with this state. An inference engine runs the layer `program`.
+    If the package has the layer `pooled`, devices begin with the state in this layer. If it has the layer
+    `program`, an inference engine can run this program.
     """
 
     request: PackageCreate | PoolingCreate | ExportCreate
@@ -164,7 +165,7 @@ class BuildCreate(Closed):
     model_id: Id = Field(description="model to make a package of")
     mask: MaskRequest | None = None
     adapter: Adapter | None = None
-    # The scheme must be given: by it, pydantic tells the options apart, so it has no default.
+    # Even `Nf4` needs the scheme here: it has no default, because pydantic tells the options apart by it.
     quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
     evaluation_corpus_id: EvaluationCorpus = None
 
@@ -207,7 +208,7 @@ class BuildCreate(Closed):
 
 
 class _OfJob(Closed):
-    """Fields of work whose result is a package. Its id is that of its job."""
+    """Fields of a record of work whose result is a package. The record has the id of its job."""
 
     id: Id
     state: JobState

@@ -123,6 +123,6 @@ class Problem(Closed):
     status: int = Field(ge=400, le=599)
     detail: str
     instance: str = Field(examples=["/v1/masks/mask_01jd3kq8z7m4n5p6r7s8t9v0wx"])
-    # Extensions of RFC 9457, for `invalid` and for `preflight-refused`.
+    # RFC 9457 allows such extensions. `errors` is for `invalid`, and `figures` for `preflight-refused`.
     errors: list[FieldError] | None = None
     figures: list[Figure] | None = None

@@ -40,7 +40,7 @@ CalibrationLength = Annotated[int, Field(strict=True, ge=8, le=4096, examples=[5
 
 
 class Tables(Closed):
-    """Options that all schemes share: the storage of embedding and head, and the measurement."""
+    """Options that all schemes share: the storage of embedding and head, and the perplexity measurement."""
 
     embeddings: Embeddings = Field(
         default=Embeddings.Q8_0,

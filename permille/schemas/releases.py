@@ -124,7 +124,9 @@ class VersionResults(Closed):
     devices: Count | None = Field(description="devices that were last told this version")
     reported: Count | None = Field(description="devices that reported a run on this version")
     outcomes: Outcomes
-    adopted_fraction: Finite | None = Field(description="share of adopted runs among those that reported")
+    adopted_fraction: Finite | None = Field(
+        description="share of the reporting devices that adopted the result of their newest run"
+    )
     improvement: Band | None = Field(
         description="by how much the personal state lowers the loss, in nats per token"
     )

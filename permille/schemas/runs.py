@@ -1,5 +1,5 @@
-"""Runs: the reports of devices about their trainings. A report consists of numbers, times and names from
-fixed sets. It contains no text of a user.
+"""Runs: the reports of devices about their trainings. A report consists of numbers, times, digests, the
+release, the version of the agent, and names from fixed sets. It contains no text of a user.
 """
 
 from enum import StrEnum
@@ -106,7 +106,9 @@ class RunMetrics(Closed):
     k: Count
     peak_rss_bytes: Count
     personal_bytes: Count = Field(description="bytes of the log, or of the packed state of a gradient run")
-    state_digest: Digest | None = Field(description="digest of the shared state; null if none is shared")
+    state_digest: Digest | None = Field(
+        description="digest of the state at full strength, if the log or state is shared; else null"
+    )
     agent_version: AgentVersion
     engine: EngineName
     operating_system: OperatingSystem
@@ -126,7 +128,8 @@ class RunMetrics(Closed):
     )
     scaled_digest: Digest | None = Field(
         default=None,
-        description="digest of the scaled state, if a log is shared and `strength` is below 8; else null",
+        description="digest of the scaled state, if the log or state is shared and `strength` is below 8; "
+        "else null",
     )
 
 

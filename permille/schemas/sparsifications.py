@@ -10,7 +10,7 @@ from permille.schemas.jobs import Made
 
 _HALF = 0.5
 _LEARNING_RATE = 0.003
-# The most sequences of a recovery. A longer recovery repeats them instead of reading more of the corpus.
+# The most sequences that a recovery reads. If its steps need more, sequences are repeated.
 _MOST_SEQUENCES = 4096
 Rate = Annotated[
     float,
@@ -23,7 +23,13 @@ Rate = Annotated[
 ]
 Rows = Annotated[
     int,
-    Field(strict=True, ge=1, le=4096, examples=[128], description="number of sequences to choose weights by"),
+    Field(
+        strict=True,
+        ge=1,
+        le=4096,
+        examples=[128],
+        description="number of sequences whose activations decide which weights to remove",
+    ),
     WholeNumber,
 ]
 RowLength = Annotated[
@@ -82,7 +88,9 @@ class Recovery(Closed):
 
     @property
     def sequences(self) -> int:
-        """The number of sequences to read. Up to a limit, each one is used for a single step."""
+        """The number of sequences to read: as many as all steps need together, but at most
+        `_MOST_SEQUENCES`.
+        """
         return min(self.steps * self.rows, _MOST_SEQUENCES)
 
     def plan(self, seed: int) -> RecoveryPlan:
@@ -100,15 +108,18 @@ class SparsificationCreate(Closed):
     name: Name = Field(description="name of the sparse model")
     method: PruningMethod = Field(
         default=PruningMethod.WANDA,
-        description="wanda removes weights by their size and their inputs; sparsegpt also adjusts the others",
+        description="wanda removes the weights whose size times the size of their inputs is lowest; "
+        "sparsegpt also adjusts the remaining weights",
     )
     rate: Rate | None = Field(
         default=None,
-        description="share of zeros in each linear layer (default: one half, or the rate of the pattern)",
+        description="share of zeros in each linear layer (default: one half); with a pattern, at most one "
+        "half",
     )
     pattern: Literal["2:4", "4:8"] | None = Field(
         default=None,
-        description="keep 2 of 4, or 4 of 8, neighbouring weights (default: zeros may be anywhere)",
+        description="keep 2 of 4, or 4 of 8, neighbouring weights; with a rate below one half, some groups "
+        "keep more (default: zeros may be anywhere)",
     )
     sequences: Rows = 128
     length: RowLength = 512
@@ -119,7 +130,7 @@ class SparsificationCreate(Closed):
     def plan(self) -> PruningPlan:
         """Return the options for `permille.pruning`."""
         pattern = None if self.pattern is None else Pattern.parse(self.pattern)
-        # A pattern fixes its rate: 2:4 and 4:8 both remove one half.
+        # Without a rate, remove as many weights as the pattern allows: one half for both 2:4 and 4:8.
         own = _HALF if pattern is None else pattern.rate
         return PruningPlan(method=self.method, rates=self.rate or own, pattern=pattern)
 

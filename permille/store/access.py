@@ -34,7 +34,7 @@ _OPERATOR = select(
     or_(OperatorToken.expires_at.is_(None), OperatorToken.expires_at > NOW),
 )
 _ENDED = select(EndedSession.id).where(EndedSession.id == bindparam("session_id"))
-# Our tokens have 47 characters. The limit bounds the work that a stranger causes.
+# Our tokens have 47 characters. The limit bounds the work that a request with a false token causes.
 MAX_TOKEN_CHARACTERS = 200
 _CALLERS: dict[str, Select[*tuple[Any, ...]]] = {
     OPERATOR_TOKEN_PREFIX: _OPERATOR,
@@ -116,7 +116,7 @@ def revoke_token(session: Session, *, tenant_id: str, token_id: str) -> None:
 
 
 def end_session(session: Session, *, tenant_id: str, session_id: str, expires_at: datetime) -> None:
-    """Refuse a session of the web page from now on, and delete the rows of expired sessions.
+    """Refuse a session of the web pages from now on, and delete the rows of expired sessions.
     Idempotent.
     """
     at = now(session)
@@ -126,7 +126,7 @@ def end_session(session: Session, *, tenant_id: str, session_id: str, expires_at
 
 
 def is_session_ended(database: Database, session_id: str) -> bool:
-    """Return whether somebody signed out of this session of the web page."""
+    """Return whether the operator has signed out of this session of the web pages."""
     return database.first(_ENDED, session_id=session_id) is not None
 
 

@@ -117,12 +117,12 @@ def get(session: Session, *, tenant_id: str, kind: JobKind, key: str) -> Artifac
 def remove(
     session: Session, *, tenant_id: str, kind: JobKind, key: str, named: Mapping[str, str] | None = None
 ) -> None:
-    """Remove an artifact to which nothing refers. Its blobs stay until a collection, since others may
-    share them.
+    """Remove an artifact to which nothing refers. Its blobs stay until a collection, since other artifacts
+    may share them.
 
     Args:
         named: the result of `inputs.named_by_jobs` in this transaction, for callers that remove
-            many.
+            many artifacts.
 
     Raises:
         NotFoundError: there is no such artifact.
@@ -138,7 +138,7 @@ def remove(
     # The key may occur in any field of an unfinished job's request.
     unfinished = (inputs.named_by_jobs(session, tenant_id=tenant_id) if named is None else named).get(key)
     part = aliased(Job)
-    # Only the rows of a build's parts name the results of these parts.
+    # A build's request does not name the results of its parts, so look for them in the rows of the parts.
     made_it = select(part.id).where(part.parent_id == Job.id, part.result_id == key).exists()
     builds = select(Job.id).where(Job.tenant_id == tenant_id, Job.state.in_(UNFINISHED))
     build = session.scalar(builds.where(made_it).limit(1))

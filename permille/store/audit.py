@@ -1,7 +1,7 @@
 """The audit log: every change by an operator, written in the transaction of the change.
 
-The digest of an entry covers the digest before it. So nobody can remove or change an entry without
-changing all later digests. Anyone who has written down a digest can notice that.
+The digest of an entry covers the digest of the entry before it. So nobody can remove or change an entry
+without changing all later digests. Anyone who has written down a later digest can notice such a change.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class AuditFilter:
 
 
 def list_entries(session: Session, *, tenant_id: str, wanted: AuditFilter, window: Window) -> Page[Record]:
-    """List the entries of a tenant, newest first. The cursor is the `seq` of the last entry."""
+    """List the entries of a tenant, newest first. The cursor is the `seq` of the last entry on the page."""
     query = select(AuditEntry).where(AuditEntry.tenant_id == tenant_id)
     for column, value in ((AuditEntry.action, wanted.action), (AuditEntry.token_id, wanted.token_id)):
         if value is not None:

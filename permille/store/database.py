@@ -61,7 +61,7 @@ Columns = TypeVarTuple("Columns")
 
 # The longest time that a writer of SQLite waits for another writer.
 BUSY_TIMEOUT_MS = 30_000
-# Timeout for a connection to PostgreSQL, unless the address sets `?connect_timeout=`.
+# Timeout in seconds for a connection to PostgreSQL, unless the address sets `?connect_timeout=`.
 CONNECT_S = 10
 _PROBE_BYTES = 16 * 1024
 # SQLSTATE `disk_full`.
@@ -125,7 +125,7 @@ class Database:
 
     def transact(self, work: Callable[[Session], Answer]) -> Answer:
         """Run `work` in a write transaction. If another transaction changed the same rows first, run
-        it again.
+        `work` again.
 
         Raises:
             ChangedError, IntegrityError: other transactions were faster at every attempt.

@@ -132,7 +132,7 @@ def enrol(session: Session, *, code: str, public_key: str, name: str, agent_vers
         session.add(device)
     device.name, device.agent_version = name, agent_version
     device.release, device.alias = invitation.release, invitation.alias
-    # A device that comes back may follow another release, so its old version says nothing.
+    # A device that comes back may follow another release, so forget its old version.
     device.version = device.unenrolled_at = None
     _use(session, invitation, device, at)
     return Enrolment(device=device, created=created)

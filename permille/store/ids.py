@@ -16,8 +16,8 @@ from enum import StrEnum
 
 OPERATOR_TOKEN_PREFIX = "pmo_"  # noqa: S105 - tells secret scanners and people what a token is
 DEVICE_TOKEN_PREFIX = "pmd_"  # noqa: S105
-# A token can be tried from anywhere for years, so it has 256 bits. An
-# invitation code lives for a day at most.
+# A token can be tried from anywhere for years, so it has 256 bits. An invitation code is valid for a day at
+# most, so 128 bits are enough.
 _TOKEN_BYTES = 32
 _CODE_BYTES = 16
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
@@ -61,7 +61,7 @@ class _Clock:
     def next(self) -> int:
         fresh = (time.time_ns() // 1_000_000) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
         with self._lock:
-            # A random step, so that an id does not reveal the next one.
+            # Add a random step, so that an id does not reveal the next id.
             after = self._last + 1 + secrets.randbits(_STEP_BITS)
             self._last = max(fresh, after)
             return self._last

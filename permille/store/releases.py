@@ -1,5 +1,5 @@
-"""Rows of releases and of their aliases. Devices do not trust these rows, but the signed metadata
-(`permille.store.trust`).
+"""Rows of releases and of their aliases. Devices trust the signed metadata (`permille.store.trust`), not
+these rows.
 """
 
 from collections.abc import Mapping, Sequence

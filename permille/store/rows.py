@@ -22,8 +22,8 @@ NamedRow = TypeVar("NamedRow", bound=Named)
 NewRow = TypeVar("NewRow", bound=Base)
 # The most rows of a page. This bounds the memory that one request may take.
 MAX_LIMIT = 200
-_LONGEST_TIME = 17  # decimal digits: up to the year 5138
-_LONGEST_NUMBER = 18  # decimal digits: every such number fits 64 bits
+_LONGEST_TIME = 17  # decimal digits of the microseconds since 1970: up to the year 5138
+_LONGEST_NUMBER = 18  # decimal digits: every number of this length fits 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def fetch_page(
 
 
 def _parse_key(cursor: str, key: InstrumentedAttribute[str] | InstrumentedAttribute[int]) -> str | int:
-    """Return the key of a cursor, a number for a column of numbers. Raises InputError."""
+    """Return the key of a cursor, as a number if the key's column has numbers. Raises InputError."""
     if key.type.python_type is str:
         return cursor
     if not (cursor.isascii() and cursor.isdecimal() and len(cursor) <= _LONGEST_NUMBER):

@@ -42,7 +42,7 @@ def report(
         if run.device_id != device_id or run.metrics != metrics:
             raise ConflictError(f"The run {run_id!r} was reported before with other content.")
         return run, False
-    # Concurrent reports of one device wait for each other here. Inserts that refer to the device do not.
+    # Concurrent reports of one device wait for each other here. Inserts that refer to the device do not wait.
     device = session.get(Device, device_id, with_for_update={"key_share": True})
     arrived_at = now(session)
     run = Run(
@@ -68,7 +68,7 @@ def report(
 
 
 def _counted(metrics: Mapping[str, object]) -> dict[str, Any]:
-    """Return the columns of a run by which the fleet is counted."""
+    """Return the columns of a run from which the statistics of the fleet are computed."""
     base, personal = (_loss(metrics.get(name)) for name in ("loss_base", "loss_personal"))
     general = [_loss(metrics.get(f"general_loss_{name}")) for name in ("base", "personal")]
     # The device keeps using the base model unless it adopted the personal state.
@@ -88,7 +88,7 @@ def _moment(value: object, default: datetime) -> datetime:
 
 
 def _loss(value: object) -> float | None:
-    """Return a loss, or None if it is missing or too large. Differences of such false values could
+    """Return a loss, or None if it is missing or too large to be true. Differences of larger values could
     overflow.
     """
     return value if isinstance(value, float) and abs(value) <= _LARGEST_LOSS else None
@@ -218,7 +218,7 @@ def delete_log(session: Session, *, tenant_id: str, run_id: str, device_id: str 
 
 
 def delete_run(session: Session, *, tenant_id: str, run_id: str, device_id: str | None = None) -> str | None:
-    """Delete a run and its log. Return the upload to erase, as `delete_log` does. Raises
+    """Delete a run and its log. Return the upload to erase after the commit, or None. Raises
     NotFoundError.
     """
     upload_id = delete_log(session, tenant_id=tenant_id, run_id=run_id, device_id=device_id)
@@ -261,5 +261,5 @@ def _queue_replay(session: Session, run: Run, log: SentLog) -> Job:
     run.log_digest, run.log_upload_id, run.log_size_bytes = log.digest, log.upload_id, log.size_bytes
     run.log_sent_at, run.log_deleted_at = now(session), None
     run.log_reason = run.state_digest = None
-    session.flush()  # as in `delete_log`
+    session.flush()  # `Session.refresh` in a later `_lock` would discard unwritten changes
     return job

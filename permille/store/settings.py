@@ -25,8 +25,8 @@ _REGION: Final = re.compile(r"[a-z0-9-]{1,63}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketAddress:
-    """The name of a bucket, a prefix of its keys, and its endpoint. Without an endpoint the bucket is
-    at AWS.
+    """The name of a bucket, the prefix of all keys in it, its endpoint and its region. Without an endpoint,
+    the bucket is at AWS.
     """
 
     bucket: str
@@ -104,7 +104,7 @@ class StorageSettings(SettingsGroup):
 
     data_dir: Path | None = Field(
         default=None,
-        description="folder of the token and the keys, and of everything that no other setting places",
+        description="folder of the token and the keys, and of everything whose place no other setting gives",
     )
     database_url: SecretStr = Field(
         description="`postgresql+psycopg://user:password@host/name` for PostgreSQL"
@@ -180,15 +180,16 @@ class ProcessSettings(SettingsGroup):
         default=None,
         ge=1,
         description="memory that a job may use (on a GPU, memory of the GPU). By default, the memory that is "
-        "free when the job begins. A preflight refuses a job that needs more. A model that does not fit is "
-        "processed one decoder layer at a time, which is slower and gives the same result",
+        "free when the job begins. If a model does not fit, masks and perplexity are computed one decoder "
+        "layer at a time, which is slower and gives the same result. A preflight refuses a job that needs "
+        "more memory even so",
     )
     fisher_split_flops: float = Field(
         default=2e13,
         ge=0,
-        description="largest `fisher` mask, in floating-point operations, that one job computes (the default "
-        "is about forty minutes of a core). A larger one is split into jobs of 16 sequences, which all "
-        "workers share. The resulting mask is the same",
+        description="floating-point operations of a `fisher` mask above which it is split into jobs of 16 "
+        "sequences, which all workers share (the default is about forty minutes of a core). A mask of up to "
+        "16 sequences is never split. The resulting mask is the same",
     )
     log_format: LogFormat = Field(
         default=LogFormat.TEXT,

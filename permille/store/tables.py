@@ -7,8 +7,8 @@ Rules:
 - A secret is stored as the hexadecimal SHA-256 of the secret. The exception is a webhook's secret,
   which is stored in plain text, since it signs each delivery.
 - A blob is named by its digest (`sha256:` and 64 hex digits). Its bytes are in the blob store.
-- Rows to which other rows may refer are marked (`revoked_at`, `yanked_at`, `deleted_at`), not
-  deleted.
+- A row to which other rows may refer is not deleted. It is marked with a time (`revoked_at`, `yanked_at`,
+  `deleted_at`).
 """
 
 from datetime import UTC, datetime, timedelta
@@ -42,8 +42,8 @@ def microseconds_of(moment: datetime) -> int:
 
 
 class Instant(TypeDecorator[datetime]):
-    """An aware UTC `datetime`, stored as integer microseconds so that it sorts alike in every
-    database.
+    """An aware UTC `datetime`, stored as integer microseconds so that every database sorts it in the same
+    way.
     """
 
     impl = BigInteger
@@ -89,7 +89,7 @@ class Tenant(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
     created_at: Mapped[datetime]
-    served_at: Mapped[datetime | None]  # last start or end of one of its jobs; see `claims.claim`
+    served_at: Mapped[datetime | None]  # when one of its jobs last started or ended; see `claims.claim`
 
 
 class _OfTenant:
@@ -131,8 +131,8 @@ class OperatorToken(Named):
 
 
 class EndedSession(_Owned, Base):
-    """A session of the web page that its operator ended before it expired. The cookie holds everything
-    else.
+    """A session of the web pages that its operator ended before it expired. Other facts of a session are only
+    in its cookie, so a session that was not ended has no row.
     """
 
     __tablename__ = "ended_sessions"
@@ -158,7 +158,7 @@ class TrustMetadata(Base):
 
 
 class Probe(Base):
-    """A single row that is written to test the database: a full disk can be read, but not written."""
+    """A single row that is written to test the database. Reading would also succeed with a full disk."""
 
     __tablename__ = "probes"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -212,11 +212,11 @@ def _partial_index(name: str, where: str, *columns: str) -> Index:
 
 def _index_of_some(table: str, column: str) -> Index:
     """Return an index of a column that few rows have."""
-    # In a full index, SQLite would count the rows with NULL as rows of one value and avoid the index.
+    # If the index had the rows with NULL, SQLite would take NULL for a frequent value and avoid the index.
     return _partial_index(f"ix_{table}_{column}", f"{column} IS NOT NULL", column)
 
 
-# The condition of an index. Only a statement with exactly these words uses the index.
+# The condition of the index `ix_jobs_unsuccessful`. Only a statement with exactly these words uses the index.
 UNSUCCESSFUL: Final = "state IN ('cancelled', 'dead', 'failed')"
 
 
@@ -228,10 +228,11 @@ class Job(Named):
     kind: Mapped[str]
     state: Mapped[str]
     payload: Mapped[dict[str, object]]
-    request_digest: Mapped[str]  # of version, kind and payload; see `transitions.request_digest`
+    request_digest: Mapped[str]  # digest of version, kind and payload; see `transitions.request_digest`
     idempotency_key: Mapped[str | None]
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
-    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))  # whose upload the job checks
+    # The device whose upload the job checks.
+    device_id: Mapped[str | None] = mapped_column(ForeignKey("devices.id"))
     progress: Mapped[float] = mapped_column(default=0.0)  # 0..1
     message: Mapped[str | None] = mapped_column(Text)
     eta_at: Mapped[datetime | None]  # the worker's estimate of the end
@@ -246,7 +247,7 @@ class Job(Named):
     cancel_requested_at: Mapped[datetime | None]
     error: Mapped[dict[str, object] | None]  # type, message, retryable, and for a bug the traceback
     result_id: Mapped[str | None]
-    traceparent: Mapped[str | None]  # from the request that made the job, or from its parent
+    traceparent: Mapped[str | None]  # from the request that made the job, or from the parent job
     started_at: Mapped[datetime | None]  # start of the newest attempt
     updated_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]
@@ -259,8 +260,8 @@ class Job(Named):
         Index("ix_jobs_request_digest", "tenant_id", "request_digest"),
         _partial_index("ix_jobs_ended", "parent_id IS NULL", "tenant_id", "ended_at"),
         _partial_index("ix_jobs_unsuccessful", UNSUCCESSFUL, "kind", "state"),
-        # Indexes of the queue. None may begin with `available_at`: PostgreSQL would search it for the first
-        # job of a tenant, past the jobs of all other tenants.
+        # Indexes of the queue. None may begin with `available_at`. PostgreSQL would search such an index for
+        # the first job of a tenant, and read the jobs of all other tenants on the way.
         _partial_index("ix_jobs_queued", "state = 'queued'", "tenant_id", "available_at"),
         _partial_index(
             "ix_jobs_queued_devices", "state = 'queued'", "tenant_id", "device_id", "available_at", "id"
@@ -296,7 +297,7 @@ class Artifact(Named):
     digest: Mapped[str]
     k: Mapped[int | None] = mapped_column(BigInteger)
     made_model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id"))  # made by a sparsification
-    size_bytes: Mapped[int] = mapped_column(BigInteger)  # of its distinct blobs, without the report
+    size_bytes: Mapped[int] = mapped_column(BigInteger)  # bytes of its distinct blobs, without the report
     provenance: Mapped[dict[str, object]]
     blobs: Mapped[list["ArtifactBlob"]] = relationship(lazy="selectin", order_by="ArtifactBlob.position")
     __table_args__ = (
@@ -343,15 +344,16 @@ class BlobCollection(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     began_at: Mapped[datetime]
     ended_at: Mapped[datetime | None]
-    unreferenced_bytes: Mapped[int] = mapped_column(BigInteger, default=0)  # of blobs that were too young
+    # Bytes of unreferenced blobs that were too young to be deleted.
+    unreferenced_bytes: Mapped[int] = mapped_column(BigInteger, default=0)
 
 
 class RetentionRule(Base):
-    """A tenant's rule for deleting old objects. A limit of None deletes nothing."""
+    """A tenant's rule for deleting old objects. Objects whose limit is None are never deleted."""
 
     __tablename__ = "retention_rules"
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
-    token_id: Mapped[str]  # of the operator who set the rule; the audit log names this token
+    token_id: Mapped[str]  # token of the operator who set the rule; the audit log names it for deletions
     rule: Mapped[dict[str, object]]
     updated_at: Mapped[datetime]
 
@@ -410,21 +412,21 @@ class Device(Named):
     agent_version: Mapped[str | None]
     release: Mapped[str]
     alias: Mapped[str]
-    version: Mapped[int | None] = mapped_column(BigInteger)  # that the device was last told to install
+    version: Mapped[int | None] = mapped_column(BigInteger)  # version that it was last told to install
     engine: Mapped[str | None]  # engine of its newest run
     memory_bytes: Mapped[int | None] = mapped_column(BigInteger)
     tags: Mapped[list[str]] = mapped_column(JSON, default=list)  # set by operators
     own_tags: Mapped[list[str]] = mapped_column(JSON, default=list)  # set by the device's owner
     last_seen_at: Mapped[datetime | None]
-    served_at: Mapped[datetime | None]  # as in `Tenant`
-    revoked_at: Mapped[datetime | None]  # by an operator
-    unenrolled_at: Mapped[datetime | None]  # by the device itself
+    served_at: Mapped[datetime | None]  # when one of its jobs last started or ended
+    revoked_at: Mapped[datetime | None]  # when an operator revoked it
+    unenrolled_at: Mapped[datetime | None]  # when the device itself unenrolled
     __table_args__ = (
         UniqueConstraint("tenant_id", "public_key"),
         _partial_index(
             "ix_devices_active",
             "revoked_at IS NULL AND unenrolled_at IS NULL",
-            # SQLite also reads the rows unless the index has the columns of its own condition.
+            # SQLite reads the table, too, unless the index also has the columns of its condition.
             *("tenant_id", "release", "version", "alias", "revoked_at", "unenrolled_at"),
         ),
     )
@@ -474,8 +476,8 @@ class Run(_Owned, Base):
     run_id: Mapped[str] = mapped_column(primary_key=True)  # chosen by the device
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"))
     metrics: Mapped[dict[str, object]]
-    # Columns by which the fleet is counted. From `release` to `peak_rss_bytes`, they are derived from the
-    # metrics, and None if the run was deleted.
+    # Columns for the statistics of the fleet. Those from `release` to `peak_rss_bytes` are derived from the
+    # metrics. They are None if the run was deleted.
     ended_at: Mapped[datetime]  # by the device's clock, but never after the report arrived
     newest: Mapped[bool]  # whether it is the device's newest run on this version, by `ended_at`
     release: Mapped[str | None]
@@ -502,7 +504,8 @@ class Run(_Owned, Base):
         _index_of_some("runs", "log_upload_id"),
         _index_of_some("runs", "log_job_id"),
         _partial_index("ix_runs_log_sent_at", "log_upload_id IS NOT NULL", "tenant_id", "log_sent_at"),
-        # The queries that count the fleet read only these two indexes. The rows are twenty times as large.
+        # The statistics of the fleet are computed from these two indexes only, since the rows themselves are
+        # twenty times as large.
         Index("ix_runs_ended_at", "tenant_id", "ended_at", "outcome"),
         Index(
             "ix_runs_newest",
@@ -515,7 +518,9 @@ class Run(_Owned, Base):
 
 
 class Federation(Named):
-    """A federation and its current head. `permille.store.federations` changes these rows."""
+    """A federation and its current head: the number of rounds, and the digests of history and state.
+    `permille.store.federations` changes these rows.
+    """
 
     __tablename__ = "federations"
     noun = "federation"
@@ -553,7 +558,9 @@ class FederationMember(_OfTenant, Base):
 
 
 class Round(_OfTenant, Base):
-    """A round of a federation. Once it has ended, it holds its record and the new head."""
+    """A round of a federation. Once the round has ended, its row holds its record and the federation's new
+    head.
+    """
 
     __tablename__ = "rounds"
     federation_id: Mapped[str] = mapped_column(ForeignKey("federations.id"), primary_key=True)
@@ -587,7 +594,7 @@ class Participation(_OfTenant, Base):
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     device_id: Mapped[str] = mapped_column(ForeignKey("devices.id"), primary_key=True, index=True)
     invited_at: Mapped[datetime]
-    digest: Mapped[str | None]  # digest of the contribution; kept for one more round
+    digest: Mapped[str | None]  # digest of the contribution; kept until the next round ends
     data: Mapped[bytes | None] = mapped_column(LargeBinary)
     __table_args__ = (
         ForeignKeyConstraint(["federation_id", "number"], ["rounds.federation_id", "rounds.number"]),
@@ -636,31 +643,33 @@ class Rollout(Named):
 
     __tablename__ = "rollouts"
     noun = "rollout"
-    token_id: Mapped[str]  # of the operator who made the rollout; the audit log names it for a halt
+    # Token of the operator who made the rollout. If the rollout halts itself, the audit log names this token.
+    token_id: Mapped[str]
     release: Mapped[str]
     alias: Mapped[str]
     version: Mapped[int] = mapped_column(BigInteger)
     before: Mapped[int] = mapped_column(BigInteger)  # the alias's version before the rollout
     group_id: Mapped[str | None] = mapped_column(ForeignKey("device_groups.id"))  # None: all devices
     choice: Mapped[dict[str, object]]  # the choice of devices, in the form that is signed
-    # The bound of each wave. A wave consists of the devices whose place (`permille.fleet.offer.place_of`) is
-    # below its bound. The list is empty before the rollout starts.
+    # The bound of each wave. A wave and all earlier waves together consist of the devices whose place
+    # (`permille.fleet.offer.place_of`) is below the wave's bound. The list is empty before the rollout
+    # starts.
     bounds: Mapped[list[int]] = mapped_column(JSON, default=list)
     rules: Mapped[dict[str, object]]
     window: Mapped[dict[str, object] | None]  # when devices may begin to install; None: at any time
     on_stop: Mapped[str]
     state: Mapped[str] = mapped_column(index=True)
-    wave: Mapped[int]  # from 0
+    wave: Mapped[int]  # index of the open wave, from 0
     wave_devices: Mapped[int]  # number of devices of the open wave
     approved: Mapped[int]  # number of waves that may open, if the rules ask for approval
-    awaits_approval: Mapped[bool]  # whether the next wave waits for an approval only
+    awaits_approval: Mapped[bool]  # whether only an approval is missing for the next wave
     opened_at: Mapped[datetime | None]  # the time at which the wave opened
-    looks: Mapped[int]  # statistical tests so far; see `permille.fleet.rollouts`
+    looks: Mapped[int]  # number of statistical tests so far; see `permille.fleet.rollouts`
     reason: Mapped[str | None]  # why the rollout halted itself
     numbers: Mapped[dict[str, object] | None]  # the figures that made it halt
     reverting: Mapped[bool]  # whether a revert was requested and is not signed yet
-    revision: Mapped[int]
-    signed_revision: Mapped[int]  # the revision in the trust metadata
+    revision: Mapped[int]  # number of changes of state or wave
+    signed_revision: Mapped[int]  # the newest revision that the trust metadata contains
     ended_at: Mapped[datetime | None]
     __table_args__ = (
         ForeignKeyConstraint(
@@ -678,7 +687,7 @@ class Rollout(Named):
 
 
 class RolloutReport(_OfTenant, Base):
-    """The result of a rollout's version on a device that began to install it."""
+    """The result of a rollout's version on a device that began to install this version."""
 
     __tablename__ = "rollout_reports"
     rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.id"), primary_key=True)
@@ -691,7 +700,8 @@ class RolloutReport(_OfTenant, Base):
     worse: Mapped[bool | None]  # None: the device made no comparison
     difference: Mapped[float | None]  # nats per token; None also if the owner shares one bit only
     ended_at: Mapped[datetime | None]
-    acknowledged: Mapped[bool] = mapped_column(default=False)  # by a `resume`; no longer counted
+    # True if an operator resumed the rollout after this report, so that it no longer counts.
+    acknowledged: Mapped[bool] = mapped_column(default=False)
     __table_args__ = (Index("ix_rollout_reports_code", "rollout_id", "code"),)
 
 
@@ -727,8 +737,9 @@ class WebhookDelivery(_Owned, Base):
     event: Mapped[str]
     body: Mapped[dict[str, object]]
     attempts: Mapped[int]
-    next_at: Mapped[datetime | None] = mapped_column(index=True)  # None: delivered, or given up
-    failure: Mapped[str | None]  # of the last attempt
+    # Time of the next attempt. None: the event was delivered, or the delivery was given up.
+    next_at: Mapped[datetime | None] = mapped_column(index=True)
+    failure: Mapped[str | None]  # reason why the last attempt failed
 
 
 class IdempotentAnswer(Base):
@@ -744,4 +755,4 @@ class IdempotentAnswer(Base):
 
 
 for _table in Named.__subclasses__():
-    Index(None, _table.tenant_id, _table.id)  # a list reads one page of it, newest first
+    Index(None, _table.tenant_id, _table.id)  # a list reads one page of this index, newest first

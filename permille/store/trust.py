@@ -96,7 +96,7 @@ def keep(session: Session, *, tenant_id: str, repository: Repository, seen: int)
         row = TrustMetadata(tenant_id=tenant_id, file=file, role=role, version=number or version, data=data)
         row.created_at = now(session)
         session.add(row)
-        # Clients walk through all roots, and there is only one timestamp.
+        # All roots are kept, because clients walk through them. Of the timestamp, there is only one version.
         if role not in (ROOT, TIMESTAMP):
             _prune(session, tenant_id, role, before=number - KEPT_VERSIONS)
     session.flush()

@@ -50,7 +50,8 @@ def begin(session: Session, *, tenant_id: str, device_id: str, run_id: str, quot
         QuotaError: the device has sent too much today, or too many of its uploads wait for their
             check.
     """
-    # Count the concurrent requests of a device one after the other (PostgreSQL).
+    # In PostgreSQL, this lock makes concurrent requests of a device wait for each other, so that each request
+    # counts the uploads of those before it.
     session.scalar(select(Device.id).where(Device.id == device_id).with_for_update(key_share=True))
     _check_kept(session, device_id, run_id, quota)
     at = now(session)
@@ -169,7 +170,7 @@ def writer(folder: BlobFolder) -> Iterator[BlobWriter]:
 
 
 def erase(folder: BlobFolder) -> None:
-    """Delete the bytes of an upload. Mark its row as doomed first. Idempotent."""
+    """Delete the bytes of an upload, whose row must already be doomed. Idempotent."""
     folder.erase()
 
 

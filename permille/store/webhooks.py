@@ -24,7 +24,8 @@ from permille.store.tables import Webhook, WebhookDelivery
 
 SECRET_PREFIX: Final = "whsec_"  # noqa: S105 - what Standard Webhooks puts before a secret
 MAX_WEBHOOKS: Final = 20
-# Seconds until the next attempt, as Standard Webhooks advises. After the last attempt we give up.
+# Seconds until the next attempt after each failed one, as Standard Webhooks advises. After the last attempt,
+# we give up.
 RETRY_AFTER_S: Final = (5, 300, 1800, 7200, 18_000, 36_000)
 CLAIMED_FOR: Final = timedelta(minutes=2)
 KEPT_FOR: Final = timedelta(days=30)
@@ -66,7 +67,7 @@ def create(session: Session, *, tenant_id: str, url: str) -> Webhook:
 
 
 def remove(session: Session, *, tenant_id: str, webhook_id: str) -> None:
-    """Remove a webhook and its pending events. Raises NotFoundError."""
+    """Remove a webhook and all its events, including those already delivered. Raises NotFoundError."""
     row = rows.lock(session, Webhook, tenant_id=tenant_id, row_id=webhook_id, to_remove=True)
     session.execute(delete(WebhookDelivery).where(WebhookDelivery.webhook_id == row.id))
     session.delete(row)
@@ -125,7 +126,7 @@ def note(session: Session, delivery_id: str, failure: str | None) -> None:
     row = session.get(WebhookDelivery, delivery_id, with_for_update=True)
     if row is None:  # the webhook was removed meanwhile
         return
-    # The receiver may choose this text, so cut it.
+    # The receiver may choose this text, so limit its length.
     row.failure = None if failure is None else failure[:_FAILURE_CHARACTERS]
     row.next_at = None
     if failure is not None and row.attempts <= len(RETRY_AFTER_S):

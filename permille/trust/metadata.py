@@ -24,7 +24,7 @@ from permille.trust.roles import (
 )
 
 KEY_TYPE = "ed25519"
-# The most by which the clock of a machine that signs elsewhere may differ from ours.
+# The most by which the clock of another machine that signs may differ from the clock of the service.
 CLOCK_SLACK: Final = timedelta(days=1)
 
 AnySigned = TypeVar("AnySigned", Root, Targets, Snapshot, Timestamp)
@@ -72,11 +72,12 @@ def expiry_of(data: bytes) -> datetime:
 def is_due(role: str, data: bytes, now: datetime) -> bool:
     """Return whether a role's metadata should be signed again.
 
-    It should after half of its life. It should also if it expires too late, because the clock was wrong
-    when it was signed.
+    It is due after half of its life. It is also due if it expires too late, which happens if the clock was
+    wrong when it was signed.
     """
     left, life = expiry_of(data) - now, life_of(role)
-    # Until metadata expires, an attacker who withholds newer metadata can keep devices at it.
+    # An attacker who withholds newer metadata can keep devices at the old metadata until this expires. So an
+    # expiry that is too late is a risk.
     return not life / 2 <= left <= life + CLOCK_SLACK
 
 
@@ -94,7 +95,7 @@ def new_signer() -> CryptoSigner:
 
 
 def root_digest(data: bytes) -> str:
-    """Return the hex digits of a root's SHA-256 that invitations contain: the first 32."""
+    """Return the first 32 hex digits of a root's SHA-256. Invitations contain them."""
     return hashlib.sha256(data).hexdigest()[:ROOT_DIGEST_DIGITS]
 
 

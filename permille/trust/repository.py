@@ -5,8 +5,8 @@ versions of the roles that it touches, then of snapshot and timestamp, so that c
 consistent set. `changed` collects the new files until the caller stores them. This module does no
 I/O and reads no clock.
 
-`open` verifies all signatures. So the service never signs bytes again that somebody else put into the
-database.
+`open` checks that each role has enough signatures. So the service never signs bytes that somebody else put
+into the database.
 
 A change that needs a missing key raises KeyElsewhereError, or returns drafts. A draft is signed
 elsewhere, and `accept` then takes the signed file.
@@ -226,7 +226,7 @@ class Repository:
         aliases: Iterable[str] = (),
         training: Training = Training(),
     ) -> None:
-        """List a version under these aliases. Other versions of the same name lose them.
+        """List a version under these aliases. Other versions of the same name lose these aliases.
 
         Args:
             training: options for the devices.
@@ -263,8 +263,8 @@ class Repository:
             self._edit(
                 role, lambda targets: name_alias(targets, name, alias, None if version is None else path)
             )
-        # If the signed list already lets devices of the alias install this version, only the row in the
-        # database must change, and this needs no key.
+        # If the alias is removed, or if the signed list already lets devices of the alias install this
+        # version, changing the row in the database is enough, and this needs no key.
         except KeyElsewhereError:
             if version is not None and alias not in aliases_of(listed[path]):
                 raise
@@ -325,8 +325,8 @@ class Repository:
         need not enrol again.
 
         Clients refuse the metadata if a version number is lower than before. This happens if a thief of a key
-        has raised the number, or if an old database was restored. New keys of snapshot and timestamp repair
-        it, because clients then forget which versions of these two roles they have seen.
+        has raised the number, or if an old database was restored. To repair this, give new keys to snapshot
+        and timestamp: clients then forget which versions of these two roles they have seen.
 
         Returns:
             An empty list if everything is signed and in `changed`. Otherwise nothing has changed: sign the
@@ -340,7 +340,7 @@ class Repository:
         for role, holder in holders.items():
             hand_over(next_targets if role in delegated else next_root, role, holder)
         made: list[tuple[str, Metadata[Any], Delegator]] = []
-        # The new keys of these roles are not here, so their metadata must be signed elsewhere.
+        # The service lacks the new keys of these roles, so their metadata must be signed elsewhere.
         elsewhere = [
             role
             for role in holders
@@ -368,10 +368,10 @@ class Repository:
         """Take the next version of a role, which was signed elsewhere.
 
         Raises:
-            InputError: it is not the next version, lacks signatures, has a wrong expiry, or would
+            InputError: the metadata is not the next version, lacks signatures, has a wrong expiry, or would
                 leave a set of metadata that clients refuse.
         """
-        # The service makes both online roles itself, after each accepted change.
+        # The service itself signs snapshot and timestamp after each accepted change.
         if role in ONLINE or not (role in (ROOT, TARGETS) or role in self._delegated()):
             raise InputError(f"Only root, targets or a role below it is signed elsewhere, not {role!r:.80}.")
         offered: Metadata[Root] | Metadata[Targets]
@@ -435,7 +435,7 @@ class Repository:
         change(signed)
         metadata = self._sign(role, signed, self._delegator(role))
         if lacking := self._lacking(role, metadata):
-            raise KeyElsewhereError(f"The key of {role} is elsewhere. Sign its metadata there: {lacking}")
+            raise KeyElsewhereError(f"The key of {role} is elsewhere ({lacking}). Sign its metadata there.")
         self._keep(role, metadata)
         self._finish([role])
 
@@ -499,7 +499,7 @@ class Repository:
         return metadata
 
     def _can_sign(self, rule: Role) -> bool:
-        # A threshold counts keys, so one holder may have several of them.
+        # A threshold counts keys, so a holder with several keys can reach it alone.
         return len(self.signers.keys() & set(rule.keyids)) >= rule.threshold
 
     def _lacking(self, role: str, metadata: Metadata[Any]) -> str:

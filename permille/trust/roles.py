@@ -26,7 +26,7 @@ ROOT: Final = Root.type
 TARGETS: Final = Targets.type
 SNAPSHOT: Final = Snapshot.type
 TIMESTAMP: Final = Timestamp.type
-# The team's role that signs releases, unless `targets` delegates a role `release-<name>`.
+# The team's role that signs releases, except those for which `targets` delegates a role `release-<name>`.
 RELEASES: Final = "releases"
 # The service holds the key of this role, so that a rollout can stop while nobody watches. With this key, the
 # service cannot offer a version that the team has not listed.
@@ -79,7 +79,7 @@ def parse_file_name(file: str) -> tuple[str, int]:
     version.
 
     Raises:
-        InputError: the file is not named as metadata.
+        InputError: this is not the name of a metadata file.
     """
     if file == TIMESTAMP_FILE:
         return TIMESTAMP, 0
@@ -118,7 +118,7 @@ def parse_target_path(path: str) -> tuple[str, int]:
 
 
 def is_target_path(path: str) -> bool:
-    """Return whether a path is the target of a release's version."""
+    """Return whether a path is that of a target for a version of a release."""
     found = _TARGET_PATH.fullmatch(path)
     return found is not None and int(found[2]) <= MAX_VERSION
 

@@ -13,7 +13,7 @@ from permille.schemas.fields import Closed, Count, Finite, Flag, Id, Name, Posit
 from permille.schemas.releases import Version
 
 MAX_WAVES: Final = 20
-# The defaults are those of the state machine, so that the two cannot differ.
+# The API has the defaults of the state machine, so that they cannot differ.
 _DEFAULT: Final = Rules()
 
 Percent = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False, examples=[2.0])]
@@ -67,7 +67,8 @@ class RolloutRules(Closed):
 
     @model_validator(mode="after")
     def _check_waves(self) -> "RolloutRules":
-        # Shares and counts are checked separately. They can only be compared once the devices are known.
+        # A share and a count can be compared only once the devices are known. So check that the shares grow,
+        # and that the counts grow.
         for is_share in (True, False):
             sizes = [int(wave.removesuffix("%")) for wave in self.waves if wave.endswith("%") is is_share]
             if sizes != sorted(set(sizes)) or self.waves[-1] != "100%":
@@ -100,7 +101,7 @@ class MaintenanceWindow(Closed):
     @model_validator(mode="after")
     def _check(self) -> "MaintenanceWindow":
         try:
-            # This is the check of the device. So the service never signs a window that a device refuses.
+            # A device makes the same check, so the service never signs a window that a device refuses.
             Window(**self.model_dump())
         except InputError as exc:
             raise ValueError(str(exc)) from exc
@@ -154,7 +155,7 @@ class Rollout(Closed):
     state: RolloutState
     wave: Positive = Field(description="number of the open wave, from 1")
     wave_devices: Count = Field(description="devices of the open wave, without earlier waves")
-    awaits_approval: bool = Field(description="the next wave waits for an approval only")
+    awaits_approval: bool = Field(description="true if only an approval is missing for the next wave")
     rules: RolloutRules
     window: MaintenanceWindow | None
     on_stop: OnStop

@@ -30,7 +30,8 @@ from permille.package.blobs import CHUNK_BYTES
 from permille.store.errors import BlobStoreError
 from permille.store.settings import BucketAddress
 
-# Larger files are sent in parts of this size. The parts are larger if a file would need more than 10,000.
+# Larger files are sent in parts of this size. The parts are larger if a file would need more than 10,000
+# parts.
 PART_BYTES: Final = 64 << 20
 _MOST_PARTS: Final = 10_000
 _AT_A_TIME: Final = 4
@@ -242,7 +243,7 @@ class Bucket:
                     read_timeout=timeout_s,
                     max_pool_connections=50,
                     retries={"mode": "standard", "total_max_attempts": attempts},
-                    # Other vendors often lack the newer checksums, and bucket names as host names.
+                    # Other vendors often lack the newer checksums and bucket names in host names.
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
                     s3={"addressing_style": "path" if self.address.endpoint else "auto"},
@@ -306,8 +307,8 @@ class Bucket:
             raise BlobStoreError(f"{failed}: its answer is not valid ({type(exc).__name__})") from exc
 
     def _body(self, key: str, at: int, end: int | None) -> tuple[Any, int]:
-        """Open a body from byte `at` on. Return it with its size. Raises BlobStoreError if it begins
-        elsewhere.
+        """Open a body from byte `at` on. Return it with its size. Raises BlobStoreError if the body begins at
+        another byte.
         """
         asked = {} if at == 0 and end is None else {"Range": f"bytes={at}-{'' if end is None else end - 1}"}
         with self._errors(f"the size of {key}"):

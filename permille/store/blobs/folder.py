@@ -30,8 +30,8 @@ from permille.store.blobs.bucket import Bucket
 from permille.store.settings import BucketAddress, StoreSettings
 
 _KEY: Final = re.compile(r"([^/]+/)*sha256/([0-9a-f]{2})/\2[0-9a-f]{62}", re.ASCII)
-# The most copies that one process holds for their paths. It then releases the one whose path was requested
-# longest ago. Without this limit, a long-lived process would fill the disk.
+# The most copies that one process holds because it has their paths. Beyond this number, it releases the copy
+# whose path was requested longest ago. Without this limit, a long-lived process would fill the disk.
 _MOST_HELD: Final = 256
 
 
@@ -62,7 +62,7 @@ class BlobCache(BlobFolder):
     """The local folder of copies.
 
     Args:
-        most_bytes: the most bytes of all copies. Copies in use may exceed it.
+        most_bytes: the most bytes of all copies. Copies in use are kept even above this limit.
     """
 
     def __init__(self, root: Path, most_bytes: int) -> None:
@@ -78,7 +78,7 @@ class BlobCache(BlobFolder):
             file = path.open("rb")
         except FileNotFoundError:
             return None
-        # A shared lock marks the copy as used. `_let_go` needs an exclusive one.
+        # A shared lock marks the copy as used. `_let_go` deletes it only with an exclusive lock.
         fcntl.flock(file, fcntl.LOCK_SH)
         if os.fstat(file.fileno()).st_nlink == 0:  # it was deleted before we got the lock
             file.close()
@@ -103,13 +103,13 @@ class BlobCache(BlobFolder):
         return self.path(digest)
 
     def make_room(self, size_bytes: int) -> None:
-        """Delete the least recently used copies until this many more bytes fit into the bound and the
-        disk.
+        """Delete the least recently used copies until `size_bytes` more bytes fit into the limit of the
+        folder and onto the disk.
         """
         with self.locked("room"):
             copies = sorted(self.entries(), key=lambda copy: copy.written_at_s)
             over = sum(copy.size_bytes for copy in copies) + size_bytes - self._most_bytes
-            # Other programs may have filled the disk, so our own bound is not enough.
+            # Other programs may have filled the disk, so our own limit is not enough.
             over = max(over, size_bytes - shutil.disk_usage(self.root).free)
             for copy in copies:
                 if over <= 0:
@@ -171,7 +171,7 @@ class BucketFolder(BlobFolder):
         return self._cache.hold(digest, self._copy(digest))
 
     def open(self, digest: str) -> BinaryIO:
-        """Open the blob for reading. Raises as `path` does."""
+        """Open the blob for reading. Raises the errors of `path`."""
         if not self._private:
             return self._copy(digest)
         # The file has no name. So no personal data stays on the disk if the process is killed.
@@ -182,8 +182,8 @@ class BucketFolder(BlobFolder):
         return file
 
     def read(self, digest: str, *, limit: int) -> bytes:
-        """Return the checked bytes of a small blob. Download a damaged copy again. Raises as `path`
-        does.
+        """Return the checked bytes of a small blob. Download a damaged copy again. Raises the errors of
+        `path`.
         """
         try:
             return super().read(digest, limit=limit)
@@ -194,7 +194,7 @@ class BucketFolder(BlobFolder):
             return super().read(digest, limit=limit)
 
     def check(self, digest: str) -> None:
-        """Hash the bytes. Download a damaged copy again. Raises as `path` does."""
+        """Check the bytes by their digest. Download a damaged copy again. Raises the errors of `path`."""
         try:
             super().check(digest)
         except PackageError as exc:

@@ -1,9 +1,10 @@
 """The privacy ledger: each device is charged once for every round whose sum includes its contribution.
 
-An accepted contribution reserves a charge. Once the sum of the round is computed, the charge is spent,
-even if the round is void in the end. The charge is released only if the contribution entered no sum: too
-few contributions came, or the device withdrew. All changes happen in the transactions that accept,
-publish and void, so a retry cannot charge twice.
+An accepted contribution reserves a charge. When the round ends, the charge is spent if a job was started to
+close the round, because that job or a keeper may have computed a sum. This holds even if the round is void
+in the end. The charge is released only if no sum can include the contribution: too few contributions came,
+or the device withdrew. A charge changes in the same transaction as the contribution or the round, so a retry
+cannot charge twice.
 """
 
 from sqlalchemy import ColumnElement, func, select, update
@@ -18,8 +19,8 @@ _COUNTED = (ChargeState.RESERVED.value, ChargeState.SPENT.value)
 
 
 def members_left(session: Session, federation: Federation, *, besides: int) -> int:
-    """Count the members that can still take part in a round. Their charges for round `besides` do not
-    count.
+    """Count the members whose privacy budget is not spent, without regard to their charges for round
+    `besides`.
     """
     members = select(func.count()).where(
         FederationMember.federation_id == federation.id, FederationMember.left_at.is_(None)
@@ -35,15 +36,15 @@ def members_left(session: Session, federation: Federation, *, besides: int) -> i
             .group_by(PrivacyCharge.device_id)
             .having(func.count() >= federation.participations)
         )
-        # `device_id` is a part of the key, so it is never NULL. NOT IN would select nothing from a list with
-        # NULL.
+        # With a NULL in the list, NOT IN would select no member. `device_id` is a part of the key, so it is
+        # never NULL.
         members = members.where(FederationMember.device_id.not_in(spent))
     return session.scalar(members) or 0
 
 
 def is_spent(session: Session, federation: Federation, device_id: str, *, besides: int) -> bool:
-    """Return whether a device's privacy budget is spent. Its charge for round `besides` does not
-    count.
+    """Return whether a device's privacy budget is spent, without regard to its charge for round
+    `besides`.
     """
     if federation.participations is None:
         return False
@@ -86,7 +87,7 @@ def release(session: Session, *, federation_id: str, number: int, device_id: str
 
 
 def settle(session: Session, row: Round) -> None:
-    """End the charges of a locked round that ends. They are spent, or released if no sum was made."""
+    """Mark the reserved charges of a locked round that ends as spent, or as released if it has no job."""
     # If the round has a job, the job or a keeper may have computed a sum, even if the round is void in the
     # end.
     state = ChargeState.RELEASED if row.job_id is None else ChargeState.SPENT

@@ -46,7 +46,8 @@ class Received:
 def invite(session: Session, *, federation: Federation, device_id: str) -> tuple[Round, Participation] | None:
     """Invite a member to the open round. Return None if the member is not drawn or cannot take part.
 
-    The draw uses a hash of round and device, so asking again gives the same draw.
+    The draw compares a hash of round and device with a share that depends on the number of members. So asking
+    again gives the same answer while this number does not change.
 
     Raises:
         NotFoundError: the device is not a member.
@@ -78,7 +79,7 @@ def invite(session: Session, *, federation: Federation, device_id: str) -> tuple
 
 
 def place_of(session: Session, *, federation: Federation, number: int, device_id: str) -> Place:
-    """Return the place of a member's contribution: the round, and the digest of its start state.
+    """Return the place of a member's contribution: the number of the round and the digest of its start state.
 
     Raises:
         NotFoundError: the device is not a member, or was not invited.
@@ -103,7 +104,7 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
     Raises:
         NotFoundError: the device is not a member, or was not invited.
         RoundClosedError: the contribution comes too late.
-        ContributionConflictError: the device has sent another contribution.
+        ContributionConflictError: the device has sent another contribution to this round.
         BudgetSpentError: the device has taken part in all rounds that its budget allows.
     """
     members.check(session, sent.federation_id, sent.device_id)
@@ -113,7 +114,7 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
     )
     if row is None or held is None:
         raise NotFoundError(f"There is no invitation to round {sent.number}.")
-    # A device repeats its request if it did not get the answer.
+    # A device repeats its request if it did not get the answer, so the same contribution is no error.
     if held.digest == sent.digest:
         return False, None
     if row.state != RoundState.OPEN or now(session) >= row.deadline_at:
@@ -165,5 +166,5 @@ def _is_drawn(session: Session, federation: Federation, row: Round, device_id: s
     able = charges.members_left(session, federation, besides=row.number)
     share = INVITED_SHARE * federation.target / max(1, able)
     drawn = hashlib.sha256(f"permille-draw-1\0{federation.chain}\0{row.number}\0{device_id}".encode())
-    # 48 bits, which a float holds exactly.
+    # Compare 48 bits of the hash, since a float holds a number of 48 bits exactly.
     return int.from_bytes(drawn.digest()[:6], "big") < share * 2**48

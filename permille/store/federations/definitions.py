@@ -61,7 +61,8 @@ def add(session: Session, *, release: Release, new: NewFederation) -> Federation
 
 
 def start(session: Session, federation: Federation) -> None:
-    """Start a locked draft, or continue a paused federation, and open its next round. Idempotent.
+    """Start a draft or continue a paused federation, and open its next round. The row must be locked.
+    Idempotent.
 
     Raises:
         ConflictError: the federation is finished.

@@ -14,8 +14,13 @@ from permille.store.tables import Federation, FederationCheckpoint, Round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to compute a state: start from `checkpoint`, or from a known state if `checkpoint` is None, and
-    apply the records of the rounds after it. `head` belongs to the resulting state.
+    """A way to compute a state of a federation.
+
+    Attributes:
+        checkpoint: the packed state to start from, with its head. None means that the receiver has the state
+            to start from.
+        records: the records of the rounds after the start, to apply in this order.
+        head: the head of the resulting state: its number of rounds and its digests.
     """
 
     checkpoint: tuple[bytes, Head] | None
@@ -26,13 +31,15 @@ class Way:
 def way_to(session: Session, federation: Federation, *, after: int, until: int) -> Way:
     """Return the way with the fewest bytes from the state after `after` rounds to that after `until` rounds.
 
-    It is either the records of all rounds between them, or a checkpoint and the records after it.
+    It is either the records of all rounds between these two states, or a checkpoint and the records after it.
 
     Raises:
-        NotFoundError: fewer than `until` rounds are done.
+        NotFoundError: fewer than `until` rounds are done, or `after` is larger than `until`.
     """
     if not after <= until <= federation.number:
-        raise NotFoundError(f"There are no rounds {after} to {until}. Only {federation.number} are done.")
+        raise NotFoundError(
+            f"The history cannot go from {after} to {until} rounds: {federation.number} are done."
+        )
     query = select(FederationCheckpoint.number, func.length(FederationCheckpoint.state)).where(
         FederationCheckpoint.federation_id == federation.id,
         FederationCheckpoint.number > after,
@@ -40,7 +47,7 @@ def way_to(session: Session, federation: Federation, *, after: int, until: int) 
     )
     newest = session.execute(query.order_by(FederationCheckpoint.number.desc()).limit(1)).first()
     begin = after
-    # A checkpoint replaces the records before it. Use it if it is smaller than these.
+    # A checkpoint replaces the records before it. Use the checkpoint if it is smaller than these records.
     if newest is not None and newest[1] < _record_bytes(session, federation, after, newest[0]):
         begin = newest[0]
     return _way(session, federation, begin, until, has_state=begin == after)
@@ -54,7 +61,9 @@ def newest_way(session: Session, federation: Federation) -> Way:
 
 
 def _way(session: Session, federation: Federation, begin: int, until: int, *, has_state: bool) -> Way:
-    """Return the records from `begin` on. Add the checkpoint there unless the receiver has that state."""
+    """Return the records of the rounds `begin` to `until`. Unless the receiver has the state at `begin`, add
+    the checkpoint of this state.
+    """
     checkpoint = None
     if not has_state:
         state = session.get_one(FederationCheckpoint, (federation.id, begin)).state
@@ -80,7 +89,9 @@ def list_rounds(session: Session, federation: Federation, window: Window) -> Pag
 
 
 def newest_measured(session: Session, federation: Federation) -> int | None:
-    """Return the newest round in which devices measured the gain of its start state, or None."""
+    """Return the number of the newest round in which devices measured the gain of the round's start state.
+    Return None if there is no such round.
+    """
     query = select(func.max(Round.number)).where(
         Round.federation_id == federation.id, Round.gain_mean.is_not(None)
     )
@@ -88,7 +99,7 @@ def newest_measured(session: Session, federation: Federation) -> int | None:
 
 
 def head_at(session: Session, federation: Federation, number: int) -> Head:
-    """Return the federation's head after a number of rounds."""
+    """Return the federation's head after `number` rounds, with the digests of its history and its state."""
     if number == 0:
         first = session.get(Round, (federation.id, 0))
         return Head(

@@ -106,7 +106,7 @@ def check(session: Session, federation_id: str, device_id: str, *, lock: bool = 
             Device.unenrolled_at.is_(None),
         )
     )
-    # `contributions.place_of` only reads, so it takes no lock.
+    # A caller that only reads (`contributions.place_of`) takes no lock.
     if lock:
         query = query.with_for_update(key_share=True, of=FederationMember)
     member = session.scalar(query.execution_options(populate_existing=True))
@@ -117,9 +117,9 @@ def withdraw(session: Session, *, federation_id: str, device_id: str, number: in
     """Delete a device's contribution to the open round. A round that is closing still counts it.
 
     Args:
-        number: withdraw only if the open round has this number.
+        number: withdraw only if the open round has this number. None stands for any number.
     """
-    # A round that is closing is not selected: its job may have read the contribution already.
+    # A round that is closing is not selected, because its job may have read the contribution already.
     query = select(Round).where(Round.federation_id == federation_id, Round.state == RoundState.OPEN.value)
     if number is not None:
         query = query.where(Round.number == number)

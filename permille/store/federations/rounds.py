@@ -28,7 +28,8 @@ from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.tables import Federation, FederationCheckpoint, Instant, Job, Participation, Round
 
-# A lost round wastes the work and the privacy budget of many devices, so try hard.
+# The attempts of the job that closes a round. A lost round wastes the work and the privacy budget of many
+# devices, so try often.
 _ATTEMPTS: Final = 20
 _WITHOUT_RESULT: Final = (JobState.FAILED.value, JobState.DEAD.value, JobState.CANCELLED.value)
 _KEPT_CHECKPOINTS: Final = 2
@@ -111,7 +112,7 @@ def end(session: Session, federation: Federation, row: Round) -> str | None:
     if row.state != RoundState.OPEN:
         return None
     invited, sent = counts(session, row)
-    # Devices poll rarely. A round that nobody has seen yet loses nothing by waiting.
+    # Devices poll rarely. If none was invited yet, nothing is lost if the round waits.
     if not invited and federation.state != FederationState.FINISHED:
         row.deadline_at = now(session) + timedelta(seconds=federation.deadline_s)
         if _all_spent(session, federation, row):
@@ -157,7 +158,7 @@ def sweep(db: Database) -> None:
             if row is not None and row.deadline_at <= at:
                 end(session, federation, row)
             elif row is not None and row.state == RoundState.OPEN:
-                # The database's clock has gone back: do not wait longer than a new round would.
+                # The database's clock has gone back. Do not wait longer than a round that is opened now.
                 row.deadline_at = min(row.deadline_at, at + timedelta(seconds=federation.deadline_s))
     for tenant_id, federation_id, number, job_id in stuck:
         with db.write() as session:
@@ -168,13 +169,15 @@ def sweep(db: Database) -> None:
             if row is not None and is_closing and job.state in _WITHOUT_RESULT:
                 error = (job.error or {}).get("message", "no error")
                 if job.state == JobState.FAILED and federation.state == FederationState.RUNNING:
-                    # The next round would fail alike, and devices would be charged for it.
+                    # The next round would fail for the same reason, and devices would be charged for it.
                     federation.state = FederationState.PAUSED.value
                 void(session, federation, row, f"{job.id} is {job.state}: {error}")
 
 
 def _is_misdated(at: datetime) -> ColumnElement[bool]:
-    """Select rounds whose deadline is too late, because the database's clock has gone back."""
+    """Select rounds that have more time left than a new round has, because the database's clock has gone
+    back.
+    """
     left = type_coerce(Round.deadline_at, BigInteger) - literal(at, Instant())
     return left > Federation.deadline_s * 1_000_000
 
@@ -217,7 +220,8 @@ def _finish(session: Session, federation: Federation, row: Round, record: bytes)
     row.closed_at, row.record = now(session), record
     charges.settle(session, row)
     session.execute(update(Participation).where(*_of(row)).values(data=None))
-    # Digests stay for one more round, so that a repeated contribution is recognized.
+    # The digests of this round's contributions stay until the next round ends, so that a repeated
+    # contribution is recognized.
     session.execute(
         delete(Participation).where(
             Participation.federation_id == federation.id, Participation.number < row.number
@@ -238,7 +242,7 @@ def begin_closing(session: Session, row: Round) -> str:
         max_attempts=_ATTEMPTS,
     )
     job_id = queue.submit(session, new).id
-    # This is the transaction that adds the job, so a closing round always has a job.
+    # The round begins to close in the transaction that adds the job, so a closing round always has a job.
     row.state, row.job_id = RoundState.CLOSING.value, job_id
     return job_id
 
@@ -255,7 +259,8 @@ def _keep_checkpoint(session: Session, federation: Federation, state: bytes) -> 
     old = [
         number
         for number in numbers[_KEPT_CHECKPOINTS - 1 :]
-        if number & (number - 1) and number != federation.adopted_round  # `&` is 0 for powers of two
+        # `number & (number - 1)` is 0 for powers of two.
+        if number & (number - 1) and number != federation.adopted_round
     ]
     session.execute(
         delete(FederationCheckpoint).where(

@@ -120,7 +120,7 @@ def _losses(session: Session, row: Release, other: Release) -> tuple[int, list[C
 
 def _loss_by_device(session: Session, row: Release) -> dict[str, float | None]:
     """Return the loss of each device on a version."""
-    # The caller joins two of these in Python. For a join by device, databases choose the index of
+    # The caller joins two such results in Python. For a join by device, databases choose the index of
     # versions and then need minutes.
     query = select(Run.device_id, Run.loss).where(*of_version(row))
     return dict(session.connection().execute(query).all())

@@ -1,4 +1,4 @@
-"""Hide counts of few devices from operators who may not see each device.
+"""Hide counts of few devices from operators who may not see single devices.
 
 If only one group were hidden, its count would follow from the total. So groups are hidden from the
 smallest up, until the hidden groups together are large enough.
@@ -11,7 +11,7 @@ number. When it does, a viewer learns only that a count passed a boundary.
 from collections.abc import Mapping
 from typing import Final, TypeVar
 
-# Smaller counts are hidden from operators who may not see each device.
+# Smaller counts are hidden from operators who may not see single devices.
 LEAST: Final = 10
 Key = TypeVar("Key")
 

@@ -102,9 +102,9 @@ def unended(session: Session, *, tenant_id: str, release: str, alias: str) -> st
 
 
 def resume(session: Session, row: Rollout) -> None:
-    """Start a draft, whose row the caller has locked, or continue a paused rollout. Idempotent.
+    """Start a draft, or continue a paused rollout. The caller must have locked the row. Idempotent.
 
-    Resuming accepts all earlier results: their reports are marked `acknowledged` and no longer counted.
+    Continuing accepts all earlier results: their reports are marked `acknowledged` and no longer counted.
 
     Raises:
         ConflictError: the rollout was stopped or has ended.
@@ -123,7 +123,8 @@ def resume(session: Session, row: Rollout) -> None:
         row.choice = {**Offer(**_offer_fields(row, choice)).to_document()["choice"]}
         _open_wave(session, row, 0)
     else:
-        # Mark the reports instead of comparing their times with now: the clock may have been set back.
+        # Mark these reports. The time of this resume would not tell earlier from later reports, since the
+        # clock may be set back.
         ended = update(RolloutReport).where(
             RolloutReport.rollout_id == row.id, RolloutReport.code.is_not(None)
         )
@@ -146,7 +147,7 @@ def approve(row: Rollout, wave: int) -> None:
 
     Args:
         wave: the number of the next wave, from 2. The number ensures that a repeated request cannot
-            approve another wave. The number of an earlier wave (from 2) is accepted without effect.
+            approve another wave. The number of an earlier wave (from 2) is accepted, but opens nothing.
 
     Raises:
         ConflictError: the rollout has ended or needs no approval, or the wave is below 2 or after the next
@@ -178,8 +179,8 @@ def want_revert(session: Session, row: Rollout) -> None:
     signs the metadata.
 
     Raises:
-        ConflictError: the rollout is a draft, is done or reverted, or a later rollout of the alias
-            has not ended.
+        ConflictError: the rollout never started, is done or reverted, or a later rollout of the alias has not
+            ended.
     """
     later = unended(session, tenant_id=row.tenant_id, release=row.release, alias=row.alias)
     if later not in (None, row.id):
@@ -242,7 +243,7 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
         is_chosen = not isinstance(members, list) or member_digest(row.id, device.id) in members
         if row.state != RolloutState.RUNNING or place >= row.bounds[row.wave] or not is_chosen:
             raise ConflictError("The device's wave is not open: ask again at the next poll.")
-        # A device counts for the wave that its hash (`place_of`) falls into, even if it begins later.
+        # A device counts for the wave of its place (`place_of`), even if a later wave is open when it begins.
         wave = next(number for number, bound in enumerate(row.bounds) if place < bound)
         found = RolloutReport(
             rollout_id=row.id, device_id=device.id, tenant_id=row.tenant_id, wave=wave, began_at=at
@@ -403,7 +404,7 @@ def _general(session: Session, row: Rollout, ended: ColumnElement[bool]) -> Mome
 
     A device gives one difference if it has reported a run on each of the two versions.
     """
-    # Join in Python, as `permille.store.fleet.comparison` does: databases choose a slow index for this.
+    # Join in Python: for a join by device, databases choose a slow index.
     after, before = (_rises(session, row, version) for version in (row.version, row.before))
     devices = session.scalars(select(RolloutReport.device_id).where(ended))
     changes = [after[one] - before[one] for one in devices if one in after and one in before]

@@ -73,5 +73,5 @@ def median_difference(after: Interval, before: Interval) -> Interval:
     """Return the difference of the medians of two independent groups."""
     if after.low is None or after.high is None or before.low is None or before.high is None:
         return Interval(after.value - before.value, None, None)
-    # Conservative: it excludes zero only if both intervals are disjoint.
+    # This interval is conservative: it excludes zero only if the intervals of the two medians are disjoint.
     return Interval(after.value - before.value, after.low - before.high, after.high - before.low)

@@ -25,14 +25,15 @@ from permille.store.errors import StaleClaimError
 from permille.store.jobs import parents, transitions
 from permille.store.tables import Device, Instant, Job, Tenant
 
-# Seconds. The first pauses are short, so a job recovers quickly from an outage. Later ones are long, so a
-# job that always fails costs little.
+# Pauses before the next attempt, in seconds. The first pauses are short, so a job recovers quickly from an
+# outage. Later pauses are long, so a job that always fails costs little.
 BACKOFF_FIRST_S = 2.0
 BACKOFF_LONGEST_S = 300.0
 # At most this many jobs are sent in one transaction, to keep it short. The next sweep sends the rest.
 _SENT_AT_ONCE = 100
 
-# `device_id` is in ORDER BY only so that PostgreSQL uses the index. Callers filter by one device or job.
+# `device_id` is in ORDER BY only so that PostgreSQL uses the index. It does not change the order, because
+# each caller selects the jobs of one device, the jobs without a device, or a single job.
 _QUEUED = select(Job).where(transitions.IS_QUEUED).order_by(Job.device_id, Job.available_at, Job.id)
 _HELD = select(Job.tenant_id, Job.device_id).where(transitions.IS_RUNNING, Job.worker.is_not(None))
 _DUE_AT = (
@@ -72,11 +73,12 @@ class SweepReport:
 def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None = None) -> Claim | None:
     """Claim the next queued job, or the job with this id. Return None if there is no job to claim.
 
-    The order is fair between tenants. The tenant with the fewest running jobs comes first. Among
-    equals, the tenant that has waited longest for its turn comes first. Within a tenant, the operators'
-    jobs come before the jobs that check uploads of devices. The order among devices follows the same
-    rule as the order among tenants. A tenant that queues many jobs therefore delays another tenant by at
-    most one job per worker. Jobs that wait for their parts are not queued: see `permille.store.jobs.parents`.
+    The order is fair between tenants. The tenant with the fewest running jobs comes first. Among tenants with
+    equally many running jobs, the one that has waited longest for its turn comes first. So a tenant that
+    queues many jobs delays another tenant by at most one job per worker. Within a tenant, the operators' jobs
+    come before the jobs that check uploads of devices. The devices of a tenant are ordered like tenants.
+
+    Jobs that wait for their parts are not queued: see `permille.store.jobs.parents`.
 
     Example:
 
@@ -290,7 +292,7 @@ def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryabl
         retryable: whether another attempt may succeed.
 
     Raises:
-        StaleClaimError: another attempt has begun.
+        StaleClaimError: another attempt has begun, or the job has ended.
     """
     job = check(session, held)
     if not retryable:

@@ -22,7 +22,7 @@ from permille.store.tables import Worker
 
 TASK_NAME = "permille.run_job"
 QUEUE = "permille"
-# The longest time that a request waits for the broker. The sweeper sends a message that failed again.
+# The longest time that a request waits for the broker. If a message fails, the sweeper sends it again.
 SEND_TIMEOUT_S = 3.0
 _NOTED_EVERY: Final = timedelta(minutes=1)
 _SILENT_FOR: Final = timedelta(minutes=5)

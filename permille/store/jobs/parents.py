@@ -115,7 +115,7 @@ def show_progress(session: Session, job: Job) -> None:
         ended = sum(transitions.has_ended(part) for part in parts)
         job.message = f"parts: {ended} of {len(parts)} done, {len(running)} running"
     job.updated_at = now(session)
-    # Whole percents are enough here: each event is a row.
+    # Each event is a row, so add one only when another whole percent is reached.
     moved = int(100 * fraction) != int(100 * job.progress)
     job.progress = min(fraction, 1.0)
     if moved:
@@ -184,7 +184,7 @@ def _stop(session: Session, job: Job, parts: Sequence[Job], broken: Job | None) 
     for part in (transitions.lock_one(session, part.id) for part in parts):
         if part is None or transitions.has_ended(part):
             continue
-        # The worker of a running part sees this when it renews its lease.
+        # The worker of a running part sees this request when it renews its lease.
         part.cancel_requested_at = part.cancel_requested_at or at
         if part.state == JobState.QUEUED:
             transitions.transition(session, part, JobState.CANCELLED)

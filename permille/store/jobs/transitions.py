@@ -82,7 +82,7 @@ def request_digest(kind: str, payload: Mapping[str, object]) -> str:
 
     The key includes the version of permille, since another version may give another result.
     """
-    # Sorted keys, so that the order of fields in a request makes no difference.
+    # Sort the keys, so that the order of fields in a request makes no difference.
     request = json.dumps([__version__, str(kind), payload], sort_keys=True)
     return hashlib.sha256(request.encode()).hexdigest()
 
@@ -129,7 +129,7 @@ def transition(session: Session, job: Job, state: JobState, **details: object) -
     `undecided`.
     """
     at = now(session)
-    # A job that waits for its parts has no worker, so it does not count as served.
+    # A job that waits for its parts has no worker. Its tenant is then not being served.
     if JobState.RUNNING in (job.state, state) and job.worker is not None:
         _note_turn(session, job, at)
     job.state = state.value
@@ -145,7 +145,7 @@ def transition(session: Session, job: Job, state: JobState, **details: object) -
 
 
 def leave(job: Job) -> None:
-    """Clear the worker and the lease. A job that stays `running` now waits for its parts."""
+    """Clear the worker and the lease. If the job stays `running`, it now waits for its parts."""
     job.worker = None
     job.lease_expires_at = None
     job.eta_at = None

@@ -26,7 +26,7 @@ from permille.store.database import make_engine, name_fault
 from permille.store.settings import StoreSettings, explain
 
 SCRIPTS: Final = Path(__file__).parent
-# Key of a PostgreSQL advisory lock, so that two processes which start together migrate in turn.
+# Key of a PostgreSQL advisory lock, so that processes which start together migrate one after the other.
 _LOCK_ID = 0x7065726D
 
 
@@ -49,7 +49,7 @@ def migrate(url: str, scripts: Path = SCRIPTS) -> None:
         _make_private(engine.url.database)
         event.listen(engine, "connect", _defer_foreign_keys)
     config = Config()
-    # Alembic's configuration treats `%` as the begin of a variable.
+    # Alembic's configuration treats `%` as the start of a variable.
     config.set_main_option("script_location", str(scripts).replace("%", "%%"))
     try:
         # This check only reads, so it does not wait for the write lock of another process.

@@ -23,8 +23,9 @@ a collection works on a full disk. Its result is written at the end, for monitor
 
 Only the columns in `NAMING` decide whether a blob is needed. Uploads and the shared files of a
 split job lie in separate stores, named by their own rows (`permille.store.uploads`,
-`permille_workers.runtime.work_folders`). Rounds and checkpoints are in the database. Releases,
-aliases and federations refer to packages. The row of a package stays as long as one of them refers to it.
+`permille_workers.runtime.work_folders`). The bytes of rounds and checkpoints are in the database itself.
+Releases, aliases and federations refer to packages. The row of a package stays while one of them refers to
+the package.
 """
 
 import logging
@@ -96,8 +97,8 @@ def hold(session: Session, blobs: BlobFolder, digests: Sequence[str], *folders: 
 
 
 def take_turn(db: Database, every_s: float) -> bool:
-    """Return whether the caller should collect now. It should if no collection began in the last `every_s`
-    seconds, and this call then records that one begins.
+    """Return whether the caller should collect now: no collection has begun in the last `every_s` seconds. If
+    so, record that a collection begins now.
     """
 
     def take(session: Session) -> bool:

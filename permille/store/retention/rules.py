@@ -5,9 +5,9 @@ stays while anything refers to it: a result that was made from it, a federation,
 or build, or a release. Even a yanked release keeps its package, which is still needed. Devices may have
 that version, the service replays their logs with the package, and a rollback may publish it again.
 
-A deletion works as if an operator had made it. The audit log lists it in the same transaction,
-under the token that asked for it or that set the rule. The next collection deletes blobs, and the
-next sweep deletes logs.
+A deletion works as if an operator had made it. The same transaction writes it into the audit log, under the
+token that asked for the deletion or that set the rule. The next collection deletes the blobs, and the next
+sweep deletes the bytes of logs.
 """
 
 from contextlib import suppress
@@ -38,9 +38,9 @@ class Gone:
     """Objects that a rule deleted, or would delete in a dry run.
 
     Attributes:
-        packages: their digests.
-        quantizations, masks: their ids.
-        logs, reports, jobs: their numbers.
+        packages: the digests of the packages.
+        quantizations, masks: the ids of the quantizations and masks.
+        logs, reports, jobs: how many logs, reports and records of jobs there are.
     """
 
     packages: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Gone:
 
 
 class _TriedOnlyError(Exception):
-    """Rolls a dry run back."""
+    """Raised at the end of a dry run, so that its transaction is rolled back."""
 
 
 def read_rule(session: Session, *, tenant_id: str) -> RetentionRule:
@@ -144,8 +144,8 @@ def _remove_results(session: Session, tenant_id: str, kind: JobKind, kept: tuple
             Artifact.tenant_id == tenant_id,
             Artifact.kind == kind.value,
             Artifact.created_at < _before(session, days),
-            # `artifacts.remove` checks these two conditions, too, and more. They are also here because many
-            # results are released or used. These cannot be removed, and would fill the limit at every call.
+            # `artifacts.remove` checks these two conditions and more. They are also here because many results
+            # are released or used. Such results cannot be removed, and would use up the limit at every call.
             ~select(Release.id).where(Release.package_id == Artifact.id).exists(),
             ~select(ArtifactSource.source_id).where(ArtifactSource.source_id == Artifact.id).exists(),
         )
