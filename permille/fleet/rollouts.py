@@ -38,12 +38,13 @@ LOSS_LIMIT: Final = 0.01
 GENERAL_LIMIT: Final = 0.02
 # The rollout halts once this many devices found the same damage: no single device can then be its cause.
 SAME_CODE: Final = 4
-# Two shares and two means are tested at each look, so each test gets a quarter of the look's probability.
+# Two shares and two means are tested at each look, so each test gets a quarter of the look's probability of a
+# false alarm.
 _TESTS: Final = 4
 
 
 class Reason(StrEnum):
-    """Reason of a rollout that stopped itself.
+    """The reason for which a rollout halted itself.
 
     Attributes:
         FAILURES: the share of failures is significantly above its limit.
@@ -54,7 +55,7 @@ class Reason(StrEnum):
             is significantly above 0.02 nats per token.
         SUCCESS: a wave ended with a success rate below its limit.
         SILENCE: too few devices of a wave reported in time.
-        YANKED: the version was withdrawn.
+        YANKED: the version was yanked.
     """
 
     FAILURES = "failures"
@@ -74,8 +75,8 @@ class Rules:
     Attributes:
         waves: the size of each wave, as a share (`"10%"`) or a number (`"50"`) of the group's devices.
             Each size includes the earlier waves. The last is `"100%"`.
-        min_reports: the reports that a wave needs before the next one opens. A smaller wave needs
-            a report from each of its devices.
+        min_reports: the number of reports that a wave needs before the next one opens. A wave with fewer
+            devices needs a report from each of them.
         soak_s: the least number of seconds that a wave stays open before the next one opens.
         success_percent: the success rate that a wave needs, among the devices that began. A device
             that has not ended yet does not count as a success.

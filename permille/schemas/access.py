@@ -93,8 +93,8 @@ class AuditEntry(Closed):
 
 
 class BlobCollection(Closed):
-    """Result of a collection: the blobs that it found, and the blobs that it deleted. In a dry run, these
-    are the blobs that it would delete.
+    """Result of a collection: the blobs that it found, and those that it deleted (in a dry run, those that it
+    would delete).
     """
 
     dry_run: bool

@@ -22,13 +22,13 @@ PublicKey = Annotated[
         examples=["11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"],
     ),
 ]
-# The last character carries 2 bits only.
+# The last character carries 2 bits only, so the pattern admits one text for each signature.
 Signature = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9_-]{85}[AQgw]$"),
     Field(description="Ed25519 signature: base64url without padding of its 64 bytes.", examples=["A" * 86]),
 ]
-# 128 bits leave 2 bits in the last character before the dot.
+# The last character before the dot carries 2 of the 128 bits, so the pattern admits one text for each code.
 InvitationCode = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9_-]{21}[AQgw]\.[0-9a-f]{32}$"),
@@ -213,8 +213,8 @@ class RunsOfDay(Closed):
 class Fleet(Closed):
     """Counts of all active devices of a tenant.
 
-    A watcher sees no count of fewer than ten devices. Other counts are rounded to tens. A property that
-    fewer than ten devices share is not named.
+    A watcher sees no count of fewer than ten devices. For a watcher, all other counts are rounded to tens,
+    and a property that fewer than ten devices share is not named.
     """
 
     devices: Count | None

@@ -53,8 +53,8 @@ class FederationState(StrEnum):
 
 
 class RoundState(StrEnum):
-    """State of a round. A void round did not change the federation's state. Published and void are
-    final.
+    """State of a round. A void round did not change the federation's state. Both `published` and `void`
+    are final.
     """
 
     OPEN = "open"
@@ -163,7 +163,7 @@ class AggregationCreate(Closed):
     ] = 0
     clip: Annotated[
         int | None,
-        # FORMAT 13.1.
+        # FORMAT 13.1 sets these limits.
         Field(strict=True, ge=10, le=(1 << 31) - 1, description="bound on the norm of a device's integers"),
         WholeNumber,
     ] = None

@@ -23,7 +23,7 @@ RelativePath = Annotated[
 
 # `permille.models.sources` checks the name again before it becomes the name of a folder.
 REPOSITORY_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"
-# A full SHA-1 hash. A branch or a tag could move.
+# Only a full SHA-1 hash is accepted, since a branch or a tag could move.
 COMMIT_PATTERN = r"^[0-9a-f]{40}$"
 
 

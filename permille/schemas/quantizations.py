@@ -74,7 +74,7 @@ class AutoRound(Tables):
     """int4 in groups of 128, with rounding and scales that auto-round calibrates on texts of a corpus.
 
     The model loses less quality than with int4. Calibration needs the whole model in memory, and takes
-    minutes or hours. Devices read the result like any int4.
+    minutes or hours. Devices read the result as they read other int4 weights.
     """
 
     scheme: Literal[SchemeName.AUTO_ROUND]
@@ -91,8 +91,8 @@ class AutoRound(Tables):
 
 
 class Int8(Tables):
-    """Symmetric integers of 8 bits in groups of 128 along a row. They take twice the bytes of 4 bits, and the
-    model loses hardly any quality.
+    """Symmetric integers of 8 bits in groups of 128 along a row. They take twice as many bytes as integers of
+    4 bits, and the model loses hardly any quality.
     """
 
     scheme: Literal[SchemeName.INT8]

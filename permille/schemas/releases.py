@@ -101,7 +101,9 @@ class Band(Closed):
 
 
 class Outcomes(Closed):
-    """The number of devices by the outcome of their newest run on a version. Null means too few to show."""
+    """The number of devices by the outcome of their newest run on a version. Null means that there are too
+    few to show.
+    """
 
     adopted: Count | None
     kept_base: Count | None

@@ -101,7 +101,7 @@ class RunMetrics(Closed):
     improvement_high: Finite | None
     learning_rate: Rate
     epsilon: Rate
-    # The exponents of float64.
+    # The limits are the exponents of the smallest and of the largest float64.
     step_unit_exponent: Annotated[int, Field(strict=True, ge=-1074, le=1023), WholeNumber]
     k: Count
     peak_rss_bytes: Count

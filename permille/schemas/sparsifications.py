@@ -83,7 +83,9 @@ class Recovery(Closed):
     ] = 8
     learning_rate: Annotated[
         float,
-        Field(strict=True, gt=0, le=1, examples=[_LEARNING_RATE], description="rate of the first step"),
+        Field(
+            strict=True, gt=0, le=1, examples=[_LEARNING_RATE], description="learning rate of the first step"
+        ),
     ] = _LEARNING_RATE
 
     @property

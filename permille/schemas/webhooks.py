@@ -9,7 +9,7 @@ from permille.schemas.fields import Closed, Count, Id, Timestamp
 
 Url = Annotated[
     str,
-    # A host, an optional port, and printable ASCII: no user, no spaces.
+    # A host, an optional port, and a path in printable ASCII. User names and spaces are refused.
     StringConstraints(pattern=r"^https?://[A-Za-z0-9._\[\]:-]+(/[!-~]*)?$", max_length=1000),
     Field(examples=["https://hooks.example.org/permille"]),
 ]

@@ -155,7 +155,7 @@ def unenrol(session: Session, *, tenant_id: str, device_id: str) -> Device:
     device.unenrolled_at = device.unenrolled_at or at
     # Without this, old tokens would be valid again once the device comes back.
     session.execute(delete(DeviceToken).where(DeviceToken.device_id == device.id))
-    # For the same reason, this row tells `use_nonce` to refuse nonces that were issued before the device
+    # For the same reason, store a row that makes `use_nonce` refuse nonces that were issued before the device
     # left.
     session.merge(_used_nonce(device, _leaving(device.id), at))
     return device

@@ -127,7 +127,7 @@ def add_corpus(
 
 
 def check_name(session: Session, table: type[Model] | type[Corpus], tenant_id: str, name: str) -> None:
-    """Check that no other input has this name, since commands refer to inputs by name.
+    """Check that no other input of the same table has this name, since commands refer to inputs by name.
 
     Raises:
         ConflictError: the name is taken.

@@ -233,7 +233,7 @@ def kept_of(session: Session, device_ids: Sequence[str]) -> dict[str, Kept]:
 
 
 def _check_kept(session: Session, device_id: str, run_id: str, quota: Quota) -> None:
-    """Check the quota of kept uploads. A device may always replace a log that is kept already."""
+    """Check the quota of kept uploads. If the run already has a log, the device may always send it again."""
     here = select(Run.log_upload_id).where(Run.device_id == device_id, Run.run_id == run_id)
     kept = kept_of(session, [device_id])[device_id]
     if (kept.uploads < quota.uploads_kept and kept.bytes < quota.bytes_kept) or session.scalar(here):

@@ -113,8 +113,8 @@ class Repository:
         """Create a repository without targets.
 
         Args:
-            signers: the keys of root, targets, the team's releases, the service and its rollouts,
-                in this order. New keys are made if they are left out.
+            signers: five keys, in this order: for root, for targets, for the team's releases, for both
+                snapshot and timestamp, and for rollouts. New keys are made if they are left out.
         """
         made = list(signers or (new_signer() for _ in range(KEYS_AT_START)))
         root_key, targets_key, releases_key, online_key, rollouts_key = (one.public_key for one in made)
@@ -452,8 +452,8 @@ class Repository:
         self._finish(touched)
 
     def _finish(self, made: Iterable[str]) -> None:
-        """Make a new timestamp, and a new snapshot if roles that it lists have changed or if it is
-        due.
+        """Make a new timestamp. Before that, make a new snapshot if roles that it lists have changed, if the
+        snapshot is due, or if it lacks signatures.
         """
         listed = [role for role in made if role != ROOT]
         if listed or self._is_due(SNAPSHOT) or self._lacking(SNAPSHOT, self._metadata(SNAPSHOT)):
@@ -492,7 +492,7 @@ class Repository:
         """Sign with every available key that one of the delegators names for the role."""
         metadata: Metadata[Any] = Metadata(signed)
         for delegator in delegators:
-            # `append` keeps the signatures of the delegator before.
+            # `append` keeps the signatures that were made for an earlier delegator.
             for key_id in delegator.get_delegated_role(role).keyids:
                 if key_id in self.signers:
                     metadata.sign(self.signers[key_id], append=True)

@@ -1,8 +1,8 @@
 """Names, lifetimes and files of the roles that sign a tenant's releases. Service and agent share them.
 
 The roles are those of TUF. `root` names the keys of the four top-level roles. `targets` delegates to other
-roles and names their keys. These roles list what devices may install. `snapshot` tells which versions of the
-metadata belong together, and `timestamp` tells that the snapshot is the newest.
+roles and names their keys. These other roles list what devices may install. `snapshot` tells which versions
+of the metadata belong together, and `timestamp` tells that the snapshot is the newest.
 
 There are three kinds of targets:
 

@@ -9,9 +9,9 @@ from permille.schemas.runs import EngineName
 
 
 class GroupRule(Closed):
-    """Conditions of a group. A device belongs to the group if it meets all that are given."""
+    """Conditions of a group. A device belongs to the group if it meets all conditions that are given."""
 
-    # The signed record lists a digest of each member, so their number is bounded.
+    # The signed record lists a digest of each member, so the number of members is limited.
     devices: list[Id] = Field(default=[], max_length=MAX_MEMBERS, description="ids of the devices")
     tags: list[Name] = Field(default=[], max_length=20, description="the device has one of these tags")
     agent_version: AgentVersion | None = Field(default=None, description="lowest version of the agent")
@@ -54,5 +54,5 @@ class FactsPut(Closed):
     agent_version: AgentVersion
     engine: EngineName | None
     memory_bytes: Count | None
-    # Kept apart from the tags of operators: neither side can remove the other's.
+    # These tags are kept apart from those of operators, so that neither side can remove the other's tags.
     tags: list[Name] = Field(default=[], max_length=20, description="tags that the device's owner has set")

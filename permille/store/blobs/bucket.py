@@ -104,7 +104,7 @@ class Bucket:
         return other
 
     def head(self, key: str) -> StoredObject | None:
-        """Return the entry of an object, or None if it does not exist."""
+        """Return the size and the time of an object, or None if it does not exist."""
         try:
             with self._errors(f"size and age of {key}"):
                 found = self._ask("head_object", Key=key)
@@ -157,7 +157,7 @@ class Bucket:
 
     def delete(self, key: str) -> None:
         """Delete an object. Idempotent."""
-        # S3 answers alike whether or not the object exists.
+        # S3 gives the same answer whether or not the object exists, so a second deletion is no error.
         self._ask("delete_object", Key=key)
 
     def entries(self, prefix: str) -> Iterator[StoredObject]:
@@ -261,7 +261,7 @@ class Bucket:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Take one of the places of threads that wait for the bucket.
+        """Take one of the `_AT_ONCE` places for threads that wait for the bucket.
 
         Raises:
             BlobStoreError: all places are taken.

@@ -204,7 +204,7 @@ class BucketFolder(BlobFolder):
             super().check(digest)
 
     def entry(self, digest: str) -> StoredBlob | None:
-        """Return the entry of a blob in the bucket, or None."""
+        """Return the size and the time of a blob in the bucket, or None if it does not exist."""
         found = self._bucket.head(self._key(digest))
         if found is None:
             return None

@@ -70,8 +70,8 @@ def join(session: Session, *, federation: Federation, device_id: str) -> None:
 
 
 def leave(session: Session, *, device_id: str, federation_id: str | None = None) -> None:
-    """End one membership of a device, or all, and withdraw its contributions to open rounds.
-    Idempotent.
+    """End the membership of a device in a federation, or in all federations if `federation_id` is None.
+    Withdraw its contributions to open rounds. Idempotent.
     """
     query = select(FederationMember).where(
         FederationMember.device_id == device_id, FederationMember.left_at.is_(None)

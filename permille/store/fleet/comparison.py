@@ -85,7 +85,7 @@ def _before(session: Session, row: Release) -> int | None:
 
 def _shares(after: VersionResults, before: VersionResults) -> list[Change]:
     n, m = after.reported or 0, before.reported or 0
-    # A share of nothing is not defined.
+    # Without reports, there is no share to compare.
     if min(n, m) == 0:
         return []
     counts = (

@@ -387,7 +387,8 @@ def tally(session: Session, row: Rollout) -> Tally:
 def _of_wave(row: Rollout) -> Any:
     """Return the query for four counts of devices of the open wave.
 
-    The counts are: began, ended, succeeded, and already acknowledged by a `resume`.
+    The first three count the devices that began, ended and succeeded, without those whose result a `resume`
+    has acknowledged. The fourth counts the devices whose result was acknowledged.
     """
     before = RolloutReport.acknowledged.is_(True)
     counted = RolloutReport.acknowledged.is_(False)

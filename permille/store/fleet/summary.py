@@ -42,7 +42,7 @@ def summary(session: Session, *, tenant_id: str, least: int = 0) -> Fleet:
 
 
 def _known_releases(session: Session, tenant_id: str) -> list[Release]:
-    """Return the versions that devices have, have reported or may follow, newest first.
+    """Return the versions that devices have or have reported, or at which an alias points, newest first.
 
     Yanked versions are included. If there are too many, versions without devices are dropped first.
     """
