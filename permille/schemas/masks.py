@@ -38,7 +38,7 @@ SequenceLength = Annotated[
         ge=8,
         le=32_768,
         examples=[512],
-        description="tokens in a sequence; at most the model's positions",
+        description="tokens in a sequence; at most as many as the model has positions",
     ),
     WholeNumber,
 ]

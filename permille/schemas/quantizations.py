@@ -86,7 +86,8 @@ class AutoRound(Tables):
         default=128, description="number of sequences to calibrate auto-round on"
     )
     calibration_length: CalibrationLength = Field(
-        default=512, description="tokens in a sequence to calibrate on; at most the model's positions"
+        default=512,
+        description="tokens in a sequence to calibrate on; at most as many as the model has positions",
     )
 
 

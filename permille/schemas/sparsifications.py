@@ -39,7 +39,7 @@ RowLength = Annotated[
         ge=8,
         le=8192,
         examples=[512],
-        description="tokens of a sequence; at most the model's positions",
+        description="tokens in a sequence; at most as many as the model has positions",
     ),
     WholeNumber,
 ]

@@ -1,4 +1,4 @@
-"""Reading, locking and adding rows: one by its id, or a page of a list, newest first.
+"""Read, lock and add single rows, and read lists page by page, newest first.
 
 A page ends at a cursor, which is the key of its last row. Rows that are added between two requests
 therefore do not shift the pages: no row is repeated or skipped. If the service did not make the ids of

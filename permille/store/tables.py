@@ -183,7 +183,7 @@ class Model(Named):
     __tablename__ = "models"
     noun = "model"
     name: Mapped[str]
-    source: Mapped[dict[str, object]]  # as the request had it
+    source: Mapped[dict[str, object]]  # the source in the form of the request
     # The following columns are None for a hub model that no worker has read yet.
     family: Mapped[str | None]
     config: Mapped[dict[str, object] | None]
@@ -200,7 +200,7 @@ class Corpus(Named):
     __tablename__ = "corpora"
     noun = "corpus"
     name: Mapped[str]
-    source: Mapped[dict[str, object]]  # as the request had it
+    source: Mapped[dict[str, object]]  # the source in the form of the request
     size_bytes: Mapped[int | None] = mapped_column(BigInteger)
     __table_args__ = (Index(None, "tenant_id", "name"),)
 
@@ -211,7 +211,7 @@ def _partial_index(name: str, where: str, *columns: str) -> Index:
 
 
 def _index_of_some(table: str, column: str) -> Index:
-    """Return an index of a column that few rows have."""
+    """Return an index of a column that has a value in few rows."""
     # If the index had the rows with NULL, SQLite would take NULL for a frequent value and avoid the index.
     return _partial_index(f"ix_{table}_{column}", f"{column} IS NOT NULL", column)
 
@@ -243,7 +243,7 @@ class Job(Named):
     worker: Mapped[str | None]
     lease_expires_at: Mapped[datetime | None]
     available_at: Mapped[datetime]  # no worker may claim it before this time (backoff)
-    dispatched_at: Mapped[datetime | None]  # the time of its last message to the broker, if there is one
+    dispatched_at: Mapped[datetime | None]  # when its last message to the broker was sent, if any
     cancel_requested_at: Mapped[datetime | None]
     error: Mapped[dict[str, object] | None]  # type, message, retryable, and for a bug the traceback
     result_id: Mapped[str | None]
@@ -490,7 +490,7 @@ class Run(_Owned, Base):
     log_state: Mapped[str | None]
     log_form: Mapped[str | None]  # `log` or `state`
     log_digest: Mapped[str | None]
-    log_upload_id: Mapped[str | None] = mapped_column(ForeignKey("uploads.id"))  # holds the bytes of the log
+    log_upload_id: Mapped[str | None] = mapped_column(ForeignKey("uploads.id"))  # upload of the log's bytes
     log_sent_at: Mapped[datetime | None]
     log_size_bytes: Mapped[int | None] = mapped_column(BigInteger)
     log_job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
@@ -582,7 +582,7 @@ class Round(_OfTenant, Base):
     state_digest: Mapped[str | None]
     reach: Mapped[int | None] = mapped_column(BigInteger)
     gain_mean: Mapped[float | None]  # mean gain of the start state, in nats per token
-    gain_error: Mapped[float | None]  # its standard error
+    gain_error: Mapped[float | None]  # standard error of this mean
     __table_args__ = (_index_of_some("rounds", "job_id"),)
 
 
@@ -698,7 +698,8 @@ class RolloutReport(_OfTenant, Base):
     code: Mapped[str | None]  # None: the device has sent no result yet
     damage: Mapped[str | None]  # the error code of a refused package
     worse: Mapped[bool | None]  # None: the device made no comparison
-    difference: Mapped[float | None]  # nats per token; None also if the owner shares one bit only
+    # Rise of the loss, in nats per token. It is also None if the owner shares only whether it became worse.
+    difference: Mapped[float | None]
     ended_at: Mapped[datetime | None]
     # True if an operator resumed the rollout after this report, so that it no longer counts.
     acknowledged: Mapped[bool] = mapped_column(default=False)

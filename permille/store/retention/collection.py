@@ -54,7 +54,7 @@ from permille.store.tables import ArtifactBlob, BlobCollection, Model, Tenant
 
 _LOCK_ID: Final = 0x7065726E  # PostgreSQL advisory lock; SQLite has one writer at a time
 _BATCH: Final = 50
-_LONGEST_BATCH_S: Final = 0.5  # other writers wait about this long at most
+_LONGEST_BATCH_S: Final = 0.5  # a batch ends after this time, since other writers wait for it
 _CLOCKS_DIFFER_S: Final = 600.0  # the most by which the clocks of blob store and database may differ
 _ROW: Final = 1
 _COLLECTED: Final = ".collected-"
@@ -205,7 +205,8 @@ def _collect_folders(db: Database, root: _ModelRoot, *, before_s: float, dry_run
             gone = folder.with_name(_COLLECTED + folder.name.removeprefix(_COLLECTED))
             with suppress(OSError):
                 folder.rename(gone)
-        # Outside of the transaction: a large folder takes long, and other writers would wait.
+        # Delete the folder outside of the transaction. A large folder takes long, and other writers would
+        # wait.
         shutil.rmtree(gone, ignore_errors=True)
     return removed
 
@@ -274,7 +275,8 @@ def _check_lock(session: Session) -> None:
     session.execute(select(1))
 
 
-# The columns that name blobs of the shared store. A manifest is one of the blobs of its package.
+# The columns that name blobs of the shared store. A manifest is one of the blobs of its package, so it needs
+# no other column.
 NAMING: Final[tuple[InstrumentedAttribute[Any], ...]] = (ArtifactBlob.digest,)
 
 
