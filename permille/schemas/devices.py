@@ -166,7 +166,7 @@ class DeviceToken(Closed):
 
     access_token: str
     token_type: str = Field(default="Bearer", examples=["Bearer"])
-    expires_in: Positive = Field(description="seconds", examples=[3600])
+    expires_in: Positive = Field(description="seconds until the token expires", examples=[3600])
 
 
 class DeviceStorage(Closed):

@@ -271,7 +271,9 @@ class FederationPrivacy(Closed):
     mode: Literal["central", "keeper"] = Field(
         description="who adds the noise: the service (`central`) or a keeper"
     )
-    noise_multiplier: Finite = Field(description="noise of each integer of a sum, divided by the clip")
+    noise_multiplier: Finite = Field(
+        description="standard deviation of the noise in each integer of a sum, divided by the clip"
+    )
     clip: Positive
     delta: Finite
     participations: Positive = Field(description="most rounds in which a device takes part")
@@ -338,7 +340,9 @@ class AdoptionCreate(Closed):
     """Let the devices that are members begin with the federation's state after `round` rounds."""
 
     round: Count | None = Field(
-        default=None, description="number of rounds (default: the newest state with a known gain)"
+        default=None,
+        description="number of rounds that led to the state (default: those of the newest state with a known "
+        "gain)",
     )
     reason: Annotated[str, Field(min_length=1, max_length=500, pattern=TEXT_PATTERN)] | None = Field(
         default=None, description="reason to adopt the state even if its gain is not sure"

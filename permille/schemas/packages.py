@@ -93,7 +93,7 @@ class PoolingCreate(Closed):
     corpus_id: Id = Field(description="public text to train on; the last part is held out to judge the state")
     steps: Annotated[
         int,
-        Field(strict=True, ge=1, le=100_000, description="steps along the gradient"),
+        Field(strict=True, ge=1, le=100_000, description="training steps along the gradient"),
         WholeNumber,
     ] = 400
     rows: Annotated[int, Field(strict=True, ge=1, le=256, description="sequences in a step"), WholeNumber] = 4

@@ -83,7 +83,7 @@ class RunMetrics(Closed):
     outcome: Outcome
     began_at: Timestamp = Field(description="start by the device's clock, which may be wrong")
     ended_at: Timestamp = Field(
-        description="end by the device's clock; runs are ordered by their ends, see `Run`"
+        description="end by the device's clock, which may be wrong; runs are ordered by `ended_at` of `Run`"
     )
     steps: Count
     rejected_steps: Count

@@ -42,7 +42,8 @@ class RolloutRules(Closed):
         "repeat for each wave, up to `100%`",
     )
     min_reports: Positive = Field(
-        default=_DEFAULT.min_reports, description="reports that a wave needs before the next wave opens"
+        default=_DEFAULT.min_reports,
+        description="number of reports that a wave needs before the next wave opens",
     )
     soak_s: Seconds = Field(default=_DEFAULT.soak_s, description="least seconds for which a wave is open")
     success_percent: Percent = Field(
