@@ -76,7 +76,7 @@ class Definition:
         trim_percent: the share of devices to drop at each end of a coordinate, for `Rule.TRIMMED`.
             With 50, the median remains.
         max_weight: the largest weight of a device; 1 if all devices count equally.
-        minimum: a round of fewer devices is void.
+        minimum: smallest number of devices of a round. With fewer, the round is void.
         batch_rows: the number of texts in a device's batch.
         row_tokens: the largest number of tokens of a text that a device trains on.
         local_steps: for the estimator `gradient`, the number of Adam steps whose sum makes one step of the

@@ -151,7 +151,7 @@ class Head:
     """The head of a federation's history (FORMAT 13.4).
 
     Attributes:
-        number: the number of rounds done.
+        number: the number of finished rounds.
         reach: the bound on |s| (FORMAT 7.3).
         chain: the digest of all rounds so far.
     """
