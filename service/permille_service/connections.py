@@ -17,8 +17,8 @@ Rules:
 - If no connection is stalled, the request on the new one is answered with 429 at the limit of its address,
   and with 503 at the total limit. Health checks are still answered.
 - A head must arrive within `header_s` seconds of the connection's start or of the last answer.
-- A body must arrive within `body_s` seconds, plus the time that its bytes take at `UPLOAD_BYTES_PER_S`. Time
-  in which the service does not read is not counted.
+- A body must arrive within `body_s` seconds, plus the time that its bytes take at `UPLOAD_BYTES_PER_S`. Only
+  the time in which the service reads is counted.
 - A client that does not read its answer for `STALL_S` seconds is disconnected.
 """
 
@@ -51,7 +51,7 @@ CLOSE_S: Final = 0.1
 SPARE: Final = 64
 """Number of connections above the limit that are still accepted, to be answered with 429 or 503."""
 CLOSING: Final = 32
-"""While so many connections are closing, no new ones are accepted."""
+"""While this many connections are closing, no new ones are accepted."""
 OWN_FILES: Final = 128
 """Descriptors reserved for the database, the log and other files."""
 MAX_FILES: Final = 65_536
@@ -111,7 +111,8 @@ class Connections:
     def admit(self, plain: socket.socket, host: str) -> socket.socket | None:
         """Count an accepted socket, and evict another connection if needed.
 
-        Return the counted socket, or None if it was closed because even `SPARE` connections are used up.
+        Return the counted socket. Return None if the socket was closed, because there are already `SPARE`
+        connections above the limit.
         """
         key = address_key(host)
         refusal = longest = None
@@ -145,7 +146,7 @@ class Connections:
         return connection
 
     def wait(self, connection: Connection) -> None:
-        """Note that the connection waits for a head. If it waits already, the start of its wait stays."""
+        """Note that the connection waits for a head. A wait that has begun already keeps its start."""
         if connection in self._waiting:
             return
         self._owing.pop(connection, None)
@@ -307,7 +308,7 @@ class LimitedProtocol(H11Protocol):
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
-        # On an idle connection, the client has sent no request. An answer to none would confuse it.
+        # The client of an idle connection has sent no request. An answer without a request would confuse it.
         begun = self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0])
         if begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             path = self.scope["path"] if self.conn.their_state is h11.SEND_BODY else "/"
@@ -357,7 +358,7 @@ class LimitedProtocol(H11Protocol):
         if not self.flow.read_paused:
             self._body_s += SWEEP_S
         allowed_s = self.limits.body_s + self._body_bytes / UPLOAD_BYTES_PER_S
-        # Each byte that arrives extends the deadline, up to an hour in all.
+        # Each byte that arrives extends the deadline, up to `REQUEST_S` in all.
         if self._body_s > min(allowed_s, REQUEST_S):
             self.refuse(ProblemType.REQUEST_TIMEOUT, _TOO_SLOW)
             return

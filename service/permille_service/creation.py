@@ -68,7 +68,7 @@ _REMOVABLE: Final[Mapping[type[BaseModel], type[tables.Named]]] = {
     DeviceGroup: tables.DeviceGroup,
     WebhookSecret: tables.Webhook,
 }
-"""For each kind of answer whose object can be removed or revoked, the table in which to look up its `id`."""
+"""The table of each kind of object that can be removed or revoked. A stored answer has the object's `id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class Creation:
             try:
                 made = make(session)
             except ConflictError as exc:
-                # The name may be taken by this very request, which another process has just finished.
+                # Another process may have just finished this same request, and taken the name.
                 if key is None or self._find_kept(session, digest) is None:
                     raise
                 raise ChangedError("An earlier copy of this request has taken the name.") from exc
@@ -124,7 +124,8 @@ class Creation:
                 self._keep(session, digest, seal.close(answer.model_dump_json().encode(), context))
             return answer
 
-        # Of two simultaneous requests with one key, the second fails, runs again and finds the answer.
+        # If two requests with the same key run at the same time, the transaction of the second one fails. It
+        # then runs again, and finds the answer of the first one.
         return self.service.database.transact(work)
 
     def add(self, answer_type: type[Answer], body: BaseModel, make: Callable[[Session], Answer]) -> Answer:

@@ -77,7 +77,7 @@ PRIVATE = (*OPEN, ProblemType.UNAUTHENTICATED, ProblemType.FORBIDDEN)
 
 
 class ApiError(HTTPException):
-    """An error that the service answers with a problem. Raise it in an endpoint, or in anything it calls."""
+    """An error that the service answers with a problem. Endpoints and functions that they call raise it."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ def documented(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
 def install(app: FastAPI) -> None:
     """Answer every error of the app with a problem."""
     kinds: list[type[Exception]] = [StarletteHTTPException, RequestValidationError, Exception]
-    # Starlette raises an error again after the handler of `Exception` has answered it. These errors are
-    # expected, so they get handlers of their own.
+    # Starlette raises an error again after the handler of `Exception` has answered it. The errors below are
+    # expected, so they get handlers of their own, and Starlette does not raise them again.
     kinds += [PermilleError, DatabaseError, NoConnectionError, OSError]
     for kind in kinds:
         app.add_exception_handler(kind, answer)
@@ -215,7 +215,7 @@ def _answer_http(request: Request, exc: StarletteHTTPException) -> Response:
 def _got(error: Mapping[str, Any]) -> str:
     """Describe a refused number. Refused texts are not repeated, because they may be secrets."""
     number = error.get("input")
-    # A number of a JSON body can have thousands of digits.
+    # A number of a JSON body can have thousands of digits, so cut it.
     return f", got {number}"[:80] if isinstance(number, int | float) else ""
 
 
@@ -223,17 +223,17 @@ def _answer_invalid(path: str, exc: RequestValidationError) -> Response:
     found = exc.errors()
     errors = [
         FieldError(
-            # Clients choose the names of unknown fields, so those are cut as well.
+            # The location has the names of unknown fields, which clients choose. Cut it, too.
             location=".".join(str(part) for part in error["loc"])[:200],
             message=f"{error['msg']!s:.400}{_got(error)}",
         )
-        # A body of one megabyte can hold a hundred thousand errors.
+        # A body of one megabyte can hold a hundred thousand errors, so report only the first ones.
         for error in found[:20]
     ]
     detail = "; ".join(f"{error.location}: {error.message}" for error in errors[:3])
     if errors and all(error.location.startswith("path.") for error in errors):
-        # An id of the wrong form cannot belong to any object, so the answer is 404. `errors` has the right
-        # form.
+        # An id of the wrong form cannot belong to any object, so the answer is 404. Its `errors` describe the
+        # right form.
         detail = "; ".join(
             f"no {str(error['loc'][-1]).removesuffix('_id')} {error['input']!r:.80}" for error in found
         )

@@ -222,7 +222,7 @@ def load(**overrides: Any) -> Settings:
 def local_url(settings: Settings, port: int) -> str:
     """Return the URL at which this machine reaches the socket.
 
-    If the socket listens on all addresses, this is the loopback address.
+    If the socket listens on all addresses, the URL has the loopback address.
     """
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
     return _url(settings, host, port)

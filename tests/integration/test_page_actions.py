@@ -92,7 +92,7 @@ def test_a_confirmation_holds_only_for_what_the_page_showed(api: Api) -> None:
     assert send(client, "/ui/new/release", "confirmed", **typed).status_code == 200, "without what it showed"
     api.post("/v1/releases", {"name": "tiny", "package_digest": first})  # by another operator in the meantime
     late = send(client, "/ui/new/release", "confirmed", shown=facts(asked), **typed)
-    assert "This has changed since you were asked. Nothing was done." in shown(late)
+    assert "The effect has changed since you were asked. Nothing was done." in shown(late)
     assert "Version 3 of tiny will have a package" in shown(late)
     assert len(api.get("/v1/releases?name=tiny").json()["items"]) == 2
     made = send(client, "/ui/new/release", "confirmed", shown=facts(late), **typed)
@@ -107,7 +107,7 @@ def test_a_moved_rollout_is_shown_again_before_it_is_moved(api: Api) -> None:
     asked = client.get(f"/ui/{rollout}/stop")
     api.post(f"/v1/{rollout}/pause")
     late = send(client, f"/ui/{rollout}/stop", "confirmed", shown=facts(asked))
-    assert "This has changed since you were asked. Nothing was done." in shown(late)
+    assert "The effect has changed since you were asked. Nothing was done." in shown(late)
     assert api.get(f"/v1/{rollout}").json()["state"] == "paused"
     assert confirm(client, f"/ui/{rollout}/stop").status_code == 303
     assert api.get(f"/v1/{rollout}").json()["state"] == "stopped"

@@ -64,7 +64,7 @@ class Operator:
     path: str = ""
 
     def change(self, *, made: str = "", body: BaseModel | None = None) -> Change:
-        """Return the audit entry of this request. `made` is the id or name of an object that it created."""
+        """Return the audit entry of this request. `made` is the id or name of the object that was created."""
         request = None if body is None else body.model_dump(mode="json")
         subject = f"{self.path}/{made}" if made else self.path
         return Change(token_id=self.token_id, action=self.action, subject=subject, request=request)

@@ -105,7 +105,7 @@ def yank_release(
     if made["aliases"]:
         session.output.say(
             f"devices that have it: {made['devices']}. They keep it. While {', '.join(made['aliases'])} "
-            "points at this version, the devices that follow install nothing."
+            "points at this version, devices that follow the alias install nothing."
         )
         session.output.say_next(f"permille releases rollback {name}")
 
@@ -174,7 +174,7 @@ def set_alias(
     session: Session,
     name: Annotated[str, typer.Argument(help="Name of the release.")],
     alias: Annotated[str, typer.Argument(help="Alias, such as stable.")],
-    version: Annotated[int, typer.Argument(help="Version at which it points.")],
+    version: Annotated[int, typer.Argument(help="Version that the alias will point at.")],
 ) -> Any:
     """Point an alias at a version.
 
@@ -214,7 +214,7 @@ def create_invitation(
     _require_alias(session, release, alias)
     made = session.client.post("/v1/invitations", {"release": release, "alias": alias}, key=key)
     session.output.show(made)
-    # The device needs the CA file as well. With this option, the printed command can be pasted there.
+    # The device needs a copy of the CA file. The printed command expects this copy in the current folder.
     trust = "" if session.ca_file is None else f" --ca-file {session.ca_file.name}"
     session.output.say("next, on the device:")
     session.output.say(f"  permille-agent enroll {session.client.url} {made['invitation']}{trust}")
@@ -270,8 +270,8 @@ def verify_entries(
     digest, count, found = FIRST_DIGEST, 0, expect is None
     for entry in _entries(session):
         count += 1
-        # This finds changed entries, and removed ones in the middle. Only the earlier digest (`expect`) shows
-        # that entries at the end were removed.
+        # This finds changed entries, and entries that were removed from the middle. Only the earlier digest
+        # (`expect`) shows that entries at the end were removed.
         if entry.seq != count or entry.digest_after(digest) != entry.digest:
             raise CommandError(
                 f"Entry {count} does not follow the entry with digest {digest}: somebody changed the log.",
@@ -307,7 +307,7 @@ def set_rule(session: Session, body: dict[str, Any]) -> Any:
 
       permille retention set --result-days 90 --keep-newest 5 --log-days 30 --job-days 90
 
-    A limit that you do not name is not set, so nothing is deleted by it. Workers apply the rule every hour.
+    A limit that you leave out is not set, and deletes nothing. By default, workers apply the rule every hour.
     """
     return session.client.put("/v1/retention", body)
 
@@ -333,7 +333,7 @@ def collect_blobs(session: Session, dry_run: DryRun = False) -> None:
 
       permille blobs collect --dry-run
 
-    Workers do this every hour. Bytes younger than PERMILLE_COLLECTION_GRACE_S stay.
+    By default, workers do this every hour. Bytes younger than PERMILLE_COLLECTION_GRACE_S stay.
     """
     found = session.client.post(f"/v1/blobs/collect?dry_run={str(dry_run).lower()}", {})
     if session.output.as_json:

@@ -15,8 +15,9 @@ from rich.table import Table
 _ID = re.compile(r"[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-# After its prefix, an id begins with ten characters that encode its time in milliseconds. Two rows can have
-# the same time.
+# Characters that a table shows of each kind of value. After its prefix, an id begins with ten characters that
+# encode its time in milliseconds. Ids of the same millisecond look equal at this length, so `_shortened` then
+# shows more characters.
 _SHORT = {_ID: len("_") + 10, _DIGEST: len("sha256:") + 12, _UUID: 8}
 _SUFFIX = re.compile("_(id|at|bytes|fraction)$")
 _WORD = 24
@@ -50,7 +51,7 @@ def table_of(rows: Sequence[Row], columns: Sequence[str], *, now: datetime | Non
 def fields_of(record: Row, *, now: datetime | None = None) -> Table:
     """Make a table of a record's fields. Each nested field gets a line of its own.
 
-    The id of the record is shown in full. Other ids are shortened.
+    The id or digest of the record itself is shown in full. Ids and digests of other objects are shortened.
     """
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
@@ -179,7 +180,7 @@ def _lines(prefix: str, record: Row) -> list[tuple[str, Any]]:
 
 
 def _shortened(values: Sequence[Any]) -> list[Any]:
-    """Cut ids and digests to the same length. The length keeps different values different."""
+    """Cut ids, digests and UUIDs. All values of a kind get the same length, at which they still differ."""
     for pattern, length in _SHORT.items():
         known = {value for value in values if isinstance(value, str) and pattern.fullmatch(value)}
         if not known:

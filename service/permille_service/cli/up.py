@@ -1,7 +1,7 @@
 """`permille up`: run the API and a local worker as two processes until SIGINT or SIGTERM.
 
-A process that ends by itself is started again. Both are stopped cleanly at the end. We do not use circus
-or supervisord, since both need a daemon and a configuration.
+If one of the two ends by itself, it is started again. At the end, both are stopped cleanly. We do not use
+circus or supervisord, because they need a daemon and a configuration.
 """
 
 import ctypes
@@ -32,9 +32,12 @@ START_S = 60.0
 STOP_S = 30.0
 POLL_S = 0.1
 STEADY_S = 60.0
-"""After this time a process counts as started, and its earlier exits are forgotten."""
+"""If a process ran longer than this before it ended, its earlier exits no longer count."""
 DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Delays before each restart of a process. After the last one, `permille up` gives up."""
+"""Delay before the first restart of a process, before the second, and so on.
+
+If the process ends again after the last restart, `permille up` gives up.
+"""
 WRONG_SETTINGS = 2
 """Exit code of an API or worker whose settings are wrong. A restart would not help."""
 PR_SET_PDEATHSIG = 1
@@ -58,7 +61,11 @@ class Supervised:
         self._start()
 
     def look_after(self) -> None:
-        """Start the process again if it has ended and its delay is over. Raises CommandError to give up."""
+        """Start the process again if it has ended and its delay is over.
+
+        Raises:
+            CommandError: the process ended too often, or its settings are wrong.
+        """
         now = time.monotonic()
         if self._start_at is not None:
             if now >= self._start_at:
@@ -90,12 +97,12 @@ def run(
     """Start API and worker, keep them running until SIGINT or SIGTERM, stop them.
 
     Args:
-        announce: is called with the URL once the API answers.
-        port_file: then gets the port.
+        announce: a function that is called with the URL once the API answers.
+        port_file: a file that gets the port after `announce` was called. None: no such file.
 
     Raises:
-        CommandError: the data folder's service runs already, the API did not answer in time, or a process
-            could not be kept running.
+        CommandError: the service of this data folder is already running, the API did not answer in time, or
+            a process ended too often.
     """
     try:
         make_private(settings.data_dir)
@@ -113,14 +120,14 @@ def run(
             url = _wait_for_url(url_path, started[0])
             port = int(url.rpartition(":")[2])
             _wait_for_health(settings, local_url(settings, port), started[0])
-            environment["PERMILLE_PORT"] = str(port)  # after a restart, clients find it at the same port
+            environment["PERMILLE_PORT"] = str(port)  # if the API is restarted, it gets the same port again
             if with_worker:
                 started.append(
                     Supervised(name="worker", start=lambda: _start("permille_workers", environment))
                 )
             with _asked_to_end() as asked:
-                # Before the port file is written: a program that waits for this file prints as soon as it
-                # appears, and its lines would mix with ours.
+                # Announce the URL before the port file is written. A program that waits for this file prints
+                # lines as soon as it appears, and they would mix with ours.
                 announce(url)
                 if port_file is not None:
                     write_atomic(port_file, f"{port}\n".encode())
@@ -185,7 +192,7 @@ def stop(
 
 
 def environment_of(settings: Settings) -> dict[str, str]:
-    """Return the environment of both processes: the caller's, and every setting."""
+    """Return the environment of both processes: the caller's variables, and one variable for each setting."""
     environment = dict(os.environ)
     for name, value in settings.model_dump(exclude_none=True).items():
         plain = value.get_secret_value() if isinstance(value, SecretStr) else value
@@ -195,8 +202,8 @@ def environment_of(settings: Settings) -> dict[str, str]:
 
 
 def _start(module: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    # Its own session: Ctrl-C in the terminal reaches `permille up` alone, which then stops the others in
-    # order.
+    # Start the process in a session of its own. Ctrl-C in the terminal then reaches only `permille up`, which
+    # stops the processes in order.
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         env=dict(environment),
@@ -207,7 +214,7 @@ def _start(module: str, environment: Mapping[str, str]) -> subprocess.Popen[byte
 
 
 def end_with_parent() -> None:
-    """Ask Linux, in the child, to send SIGTERM when `permille up` is killed."""
+    """Ask Linux to send this process SIGTERM when `permille up` is killed. Runs in the child process."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -230,7 +237,7 @@ def _wait_for_health(settings: Settings, url: str, api: Supervised) -> None:
             return
         except httpx.ConnectError as exc:
             if settings.tls_certificate and "CERTIFICATE" in str(exc).upper():
-                return  # It answers. Clients check whether its certificate names this address.
+                return  # The API answers. It does not matter here that its certificate names another address.
         except httpx.TransportError:
             continue
     raise CommandError(f"The API does not answer after {START_S:.0f} s. Try again.", Exit.RETRY)

@@ -79,8 +79,8 @@ def create_enrolment(
         except InvitationError as exc:
             raise ApiError(ProblemType.FORBIDDEN, str(exc)) from exc
         device = enrolment.device
-        # Check this in the same transaction. If it fails, the enrolment is undone and the invitation stays
-        # valid.
+        # Check the root in the same transaction. If the check fails, the enrolment is undone and the
+        # invitation stays valid.
         root = trust.root_by_digest(session, tenant_id=device.tenant_id, digest=root_digest)
         if root is None:
             raise ApiError(

@@ -20,7 +20,7 @@ from permille_service.context import Service
 
 def present_all(service: Service, session: Session, rows: Sequence[tables.Device]) -> list[Device]:
     """Return the records of devices. Each record includes the storage that the device uses."""
-    # A single query reads the storage of all devices of the page.
+    # Read the storage of all devices at once. Queries for each device would be slow.
     kept = uploads.kept_of(session, [row.id for row in rows])
     return [_present(row, kept[row.id], service.settings.quota) for row in rows]
 

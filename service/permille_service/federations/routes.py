@@ -59,14 +59,14 @@ _Until = Annotated[
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_federation(body: FederationCreate, creating: Creating) -> Federation:
-    """Define a federation on a release. Devices that follow the release may join it once it is started."""
+    """Define a federation on a release. Once it is started, devices that follow the release may join."""
     service, tenant_id = creating.service, creating.operator.tenant_id
     with service.database.read() as session:
         version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
         release = releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
     if release.yanked_at is not None:
         raise ConflictError(f"{body.release!r} version {version} was yanked. Choose another version.")
-    # Open the package before the write transaction, because the blob may have to come from a bucket.
+    # Open the package before the write transaction, because a download from a bucket would prolong it.
     package = Package.open(service.blobs, release.package_digest)
 
     def make(session: Session) -> Federation:
@@ -226,8 +226,8 @@ def get_federation_history(
     after: _After = 0,
     until: _Until = None,
 ) -> Response:
-    """Read the rounds that the caller lacks. If a checkpoint with the rounds after it is smaller, the answer
-    has these instead."""
+    """Read the rounds that the caller lacks. If a checkpoint and the rounds after it are smaller than these
+    rounds, the answer has the checkpoint and the rounds after it."""
     with service.database.read() as session:
         row = _readable(session, principal, federation_id)
         way = history.way_to(session, row, after=after, until=row.number if until is None else until)
@@ -263,7 +263,7 @@ def _readable(
 
 
 def _catch_up(service: Service, row: tables.Federation, way: history.Way) -> bytes:
-    # Sign heads for each answer. Workers close rounds, but have no keys to sign their heads.
+    # Sign the heads of the rounds for each answer. Workers close the rounds, but have no keys to sign.
     key = service.round_keys.read(row.tenant_id, Definition.from_bytes(row.definition).key)
     checkpoint = None
     if way.checkpoint is not None:
@@ -282,7 +282,7 @@ def _gain_words(adoption: Adoption) -> str:
 def _adoption(session: Session, row: tables.Federation, number: int | None) -> Adoption:
     """Return the measured gain of the state after `number` rounds.
 
-    None: the newest state that was measured.
+    If `number` is None, return the gain of the newest state that was measured.
     """
     if number is None:
         number = history.newest_measured(session, row)

@@ -3,7 +3,7 @@
 Each form is made from a request model of the API, and calls the function of the API's route. Permissions,
 rules, errors and audit entries are therefore the same as in the API. Before an action that affects devices, a
 page names the number of devices and asks for a confirmation. If the facts on that page have changed when the
-operator confirms, it asks again.
+operator confirms, the page asks again.
 """
 
 import hashlib
@@ -74,8 +74,8 @@ class Action:
         first: the fields that are always visible. The others are in a section that can be opened.
         call: the function of the API's route.
         after: a function that returns the response when the object has been created.
-        effect: a function that describes the effect on devices. It returns None if there is no effect. No
-            confirmation is needed then.
+        effect: a function that describes the effect on devices. It returns None if there is no effect, and
+            then no confirmation is needed.
     """
 
     title: str
@@ -182,7 +182,7 @@ def _effect_of(page: Page, rollout_id: str, move: Move) -> tuple[Rollout, Effect
     """Return a rollout, and the effect that an action on it has on devices."""
     with page.service.database.read() as session:
         row = rows.get(session, tables.Rollout, tenant_id=page.tenant_id, row_id=rollout_id)
-        # A revert moves the alias, and devices outside the group follow the alias, too.
+        # A revert moves the alias, so count all devices that follow the alias, not only those of the group.
         group_id = None if move.button == _REVERT else row.group_id
         found = _followers(session, page.tenant_id, row.release, row.alias, group_id)
         rollout, facts = present(session, row), (row.revision, row.approved)

@@ -108,8 +108,8 @@ def curve_of(report: MaskEvidence) -> Curve | None:
 
 
 def curve_at_density(report: MaskEvidence) -> float | None:
-    """Return the coverage that the same number of weights has if the best weights of the whole model are
-    selected.
+    """Return the coverage that as many weights as the mask selects would have, if they were the best weights
+    of the whole model.
 
     Return None if the report has no curve.
     """

@@ -30,7 +30,7 @@ POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
 )
-# The policy is not `no-referrer`, because browsers would then hide the origin of forms from `check_origin`.
+# With the referrer policy `no-referrer`, browsers would hide the origin of forms from `check_origin`.
 HEADERS: Final = {
     "Content-Security-Policy": POLICY,
     "Referrer-Policy": "same-origin",

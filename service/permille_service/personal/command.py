@@ -41,7 +41,7 @@ NAME = "personal"
 HUB = "https://huggingface.co/api/datasets/allenai/c4"
 HUB_TIMEOUT_S = 5.0
 MASK = ("--sequences", "32", "--length", "256")
-"""A quarter of the sequences of a build: a mask in minutes on a laptop."""
+"""Fewer and shorter sequences than a build uses by default, so that the mask takes minutes on a laptop."""
 LEAST_BYTES = 1_000
 """The agent needs a thousand tokens, and a token has at least one byte. Shorter texts are refused early."""
 MOST_MINUTES, MOST_STEPS, MOST_SCALE, MOST_NATS = 10_080, 1_000_000, 16, 100  # the agent's limits
@@ -179,7 +179,7 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
     """Run the stages that are still to be done, and return the losses and paths of the result.
 
     Args:
-        say: receives each line for the person.
+        say: a function that gets each line for the person.
         quiet: hide the progress.
 
     Raises:
@@ -271,7 +271,7 @@ def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path | None)
         raise CommandError(
             f"--text names no text. Name files of {named}, or folders with such.", Exit.REFUSED
         )
-    # Before the build: it takes minutes, and training would refuse so little text afterwards.
+    # Check the size before the build, which takes minutes. Training would refuse so little text only later.
     size = sum(path.stat().st_size for path in readable)
     if size < LEAST_BYTES:
         raise CommandError(
@@ -343,8 +343,8 @@ def _scheme(model: Path, asked: BaseScheme | None) -> BaseScheme:
 
 
 def _key(model: Path, corpus: Path | None, density: float, scheme: BaseScheme) -> str:
-    """Return a digest of the inputs of a package. A work folder serves one such digest."""
-    # The contents, not the paths or times: a moved model finds its package again.
+    """Return a digest of the inputs of a package. Each work folder belongs to one such digest."""
+    # Use the names and contents of files, not their folders or times. A moved model finds its package again.
     digest = hashlib.sha256(f"{density!r} {scheme}\n".encode())
     for root in (model, corpus):
         files = sorted(root.rglob("*")) if root is not None and root.is_dir() else [root]
@@ -358,7 +358,7 @@ def _key(model: Path, corpus: Path | None, density: float, scheme: BaseScheme) -
 
 
 def _home_of(texts: tuple[Path, ...]) -> str:
-    """Return the name of the device for these texts. Their paths decide, so that notes may grow."""
+    """Return the name of the device for these texts. It depends on their paths only, so notes may grow."""
     paths = "\0".join(sorted({str(path) for path in texts}))
     return f"device-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
 
@@ -431,7 +431,7 @@ def _build(request: Request, programs: Programs, *, quiet: bool) -> None:
         *("--idempotency-key", "build"),
     )
     if job["state"] in ("failed", "dead", "cancelled"):
-        # The key returns the failed job of last time.
+        # With the idempotency key, the service returned the failed job of an earlier run of this command.
         programs.permille("jobs", "retry", job["id"])
     programs.follow(job["id"], quiet=quiet)
     package = programs.permille("builds", "show", job["id"])["package_digest"]
@@ -523,7 +523,8 @@ def _export(request: Request, programs: Programs, say: Callable[[str], None]) ->
     """Write the personal model.
 
     The GGUF file gets its final name when it is complete, so a killed export leaves no partial file
-    under that name. Four bits can round a small change away. Such a model is written in eight bits.
+    under that name. If the change is so small that it is lost in the file's own codes, the file gets codes of
+    eight bits (Q8_0).
     """
     if request.out.suffix != ".gguf":
         programs.agent("export", str(request.out))
@@ -539,12 +540,12 @@ def _export(request: Request, programs: Programs, say: Callable[[str], None]) ->
         say("   The change is too small for the file's own codes: writing Q8_0.")
         programs.agent("export", str(folder), "--format", "gguf", "--type", "q8_0")
     (file,) = folder.glob("*.gguf")
-    # In the folder of the result: a rename across file systems would not be atomic.
+    # Move the file into the folder of the result first. A rename across file systems would not be atomic.
     partial = request.out.with_name(f".{request.out.name}.partial")
     shutil.move(file, partial)
     partial.chmod(0o600)  # it can reveal what the person wrote
     modelfile = _modelfile(request.out)
-    if not modelfile.exists():  # a person may have changed the one of an earlier export
+    if not modelfile.exists():  # the person may have changed the Modelfile of an earlier export
         text = (folder / "Modelfile").read_text(encoding="utf-8")
         text = text.replace(f"FROM ./{file.name}\n", f"FROM ./{request.out.name}\n", 1)
         write_atomic(modelfile, text.encode(), mode=0o600)
@@ -553,7 +554,7 @@ def _export(request: Request, programs: Programs, say: Callable[[str], None]) ->
 
 
 def _modelfile(out: Path) -> Path:
-    """Return the path of the file that Ollama imports a GGUF file with."""
+    """Return the path of the Modelfile, from which Ollama imports the GGUF file."""
     return out.with_suffix(".Modelfile")
 
 
@@ -580,7 +581,7 @@ def _last_result(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def agent_line(home: Path, command: str) -> str:
-    """Return a command of the device that holds the personal model, as a person types it in a shell."""
+    """Return the shell line that runs a command of the agent with this home folder."""
     return f"permille-agent --home {shlex.quote(str(home))} {command}"
 
 

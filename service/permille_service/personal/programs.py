@@ -24,7 +24,10 @@ from permille_service.cli.up import end_with_parent, stop
 START_S = 90.0
 STOP_S = 60.0
 DRAIN_S = "1"
-"""A job that is cut off goes on from its checkpoint when the same work is done again."""
+"""Seconds that running jobs get when the service stops.
+
+They may be few, because a job that is cut off goes on from its checkpoint when the service runs again.
+"""
 POLL_S = 0.1
 PERMILLE = ("-m", "permille_service.cli.main")
 AGENT = ("-m", "permille_agent")
@@ -41,7 +44,7 @@ class Programs:
     Attributes:
         work: holds the folder `cloud` and the home of the agent.
         home: name of the agent's home folder.
-        tell: receives each command, as a person would type it.
+        tell: a function that gets each command, as a person would type it.
 
     Example:
         >>> programs = Programs(work=Path("/var/tmp/personal"))
@@ -108,7 +111,8 @@ class Programs:
             self.permille("jobs", "watch", job_id)
             return
         command = (*PERMILLE, "--data-dir", str(self.cloud), "jobs", "watch", job_id)
-        # Not SIGINT: its message says that the job continues, but here the service stops, too.
+        # Stop the command by SIGTERM. After SIGINT, it would say that the job continues, but here the service
+        # stops, too.
         code = _wait(start(command, {}, stdout=subprocess.DEVNULL, stderr=None), signal.SIGTERM)
         if code:
             raise CommandError(f"The build did not succeed (job {job_id}). See above.", Exit.FAILED)

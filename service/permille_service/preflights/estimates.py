@@ -49,8 +49,9 @@ SECONDS_A_WEIGHT = 60e-9  # to read, encode and write one weight on one core
 class Sizes:
     """Sizes of a model that decide the needs of a job.
 
-    They are counts of weights and layers, the widths that decide the size of activations, and for each kind
-    of adapter the highest rank with which it is smaller than every linear layer in scope.
+    They are counts of weights and layers, the widths that decide the size of activations, and the highest
+    rank of each kind of adapter. At this rank, an adapter is at most as large as the smallest linear layer in
+    scope.
     """
 
     parameters: int
@@ -103,9 +104,9 @@ def sparsification_needs(
 ) -> Needs:
     """Estimate the needs of a sparsification.
 
-    Memory: the larger of two amounts. One is the embedding and the head. The other is a decoder layer with
-    the Gram matrices of its inputs and the temporary arrays of SparseGPT. Disk: two copies of the model, and
-    the hidden states.
+    Memory: the larger of two amounts. One is the embedding and the head, with the logits of a sequence. The
+    other is a decoder layer with the Gram matrices of its inputs and the temporary arrays of SparseGPT. Disk:
+    two copies of the model, and the hidden states.
     """
     rows = request.sequences + 2 * request.evaluation_sequences
     tokens = rows * request.length

@@ -48,6 +48,7 @@ from permille_service.preflights.estimates import (
 from permille_service.problems import PRIVATE, ApiError, as_conflicts, documented
 
 ADAPTER = "adapter"  # the role of the adapter layer in a package's manifest
+# No needs. `needs_of` returns this object if the needs are unknown.
 NOTHING = Needs(memory_bytes=0, disk_bytes=0, seconds=0.0)
 _UNREAD = "the files of this hub model are not here yet; its first job downloads them"
 _KINDS = {
@@ -95,7 +96,7 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
     with service.database.read() as session:
         planner = _Planner(session, tenant_id, machine, service.settings.fisher_split_flops)
         needs = planner.needs_of(request)
-        # Compare by identity. NOTHING stands for unknown needs, and known needs may be equal to it.
+        # Compare by identity. NOTHING stands for unknown needs, and known needs may also be zero.
         if needs is NOTHING:
             return compare(None, machine)
         seconds, jobs = forecast_s(
@@ -332,9 +333,9 @@ class _Planner:
             )
 
 
-# A forecast uses this number of past jobs.
+# A forecast is based on at most this number of past jobs.
 COUNTED: Final = 5
-# To find them, it reads at most this number of past jobs.
+# Some past jobs cannot be used. The forecast looks for usable ones among this number of the newest jobs.
 _LOOKED_AT: Final = 20
 # Seconds to start a process and read files, which the estimates do not include. A small job takes little more
 # than this overhead. Without this term, small past jobs would make a large job look ten times slower.

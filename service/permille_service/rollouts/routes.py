@@ -1,6 +1,6 @@
 """Routes of groups and rollouts, for operators and for the reports of devices.
 
-No route here tells a device which version to install. Devices read this only from the signed metadata
+No route here tells a device which version to install. Devices read the version only from the signed metadata
 (FORMAT 14).
 """
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def sign_all(service: Service, session: Session, repository: Repository, tenant_id: str) -> None:
-    """Sign every rollout of a tenant whose newest revision is not signed."""
+    """Sign the newest revision of each rollout of a tenant, if it is not signed yet."""
     for row in rollouts.unsigned(session, tenant_id=tenant_id):
         try:
             sign(service, session, repository, row)
@@ -34,10 +34,11 @@ def sign_all(service: Service, session: Session, repository: Repository, tenant_
 
 
 def sign(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
-    """Update the trust metadata to match the row of a rollout, which the caller has locked.
+    """Update the trust metadata to match the row of a rollout. The caller has locked the row.
 
     Raises:
-        KeyElsewhereError: the service does not hold the key of the role `rollouts`.
+        KeyElsewhereError: the service does not hold the key of the role `rollouts`, or the rollout has ended
+            and the service lacks the team's key to move the alias.
     """
     if row.state == RolloutState.DONE:
         _finish(session, repository, row)
@@ -57,13 +58,13 @@ def check_may_end(repository: Repository, row: tables.Rollout) -> None:
     if not repository.may_move_alias(row.release, row.alias, row.version):
         raise ConflictError(
             f"At its end, this rollout must point {row.alias!r} at {row.release!r} version {row.version}. "
-            "The service cannot sign this, because the team's key is elsewhere. Sign that version for the "
-            "alias there first, then start the rollout."
+            "The service cannot sign this, because the team's key is elsewhere. Before you start the "
+            f"rollout, sign version {row.version} for {row.alias!r} on the machine that has the key."
         )
 
 
 def _finish(session: Session, repository: Repository, row: tables.Rollout) -> None:
-    """Point the alias at the version, unless an operator has moved the alias meanwhile."""
+    """Point the alias at the rollout's version, unless an operator has moved the alias meanwhile."""
     if not _is_where_it_was(session, row):
         return
     with suppress(ConflictError):  # the version was yanked at the last moment, so the alias stays where it is
@@ -74,11 +75,11 @@ def _finish(session: Session, repository: Repository, row: tables.Rollout) -> No
 
 
 def _revert(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
-    """Publish the earlier package as a new version.
+    """Publish the package of the version before the rollout as a new version.
 
-    If the service lacks the team's key, it publishes nothing. The alias still points at the earlier version,
-    so devices return to that version. If an operator has moved the alias or yanked the earlier version,
-    nothing is published either, and devices follow the alias.
+    If the service lacks the team's key, it publishes nothing. The alias still points at the version before
+    the rollout, so devices return to that version. If an operator has moved the alias or yanked the version
+    before the rollout, nothing is published either, and devices follow the alias.
     """
     before = releases.get(session, tenant_id=row.tenant_id, name=row.release, version=row.before)
     if before.yanked_at is not None or not _is_where_it_was(session, row):

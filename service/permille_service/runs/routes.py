@@ -1,7 +1,7 @@
 """Routes of runs.
 
-A device writes and reads its own runs. Operators read the runs of their tenant. Both can delete a run or its
-log. Instead of a log, a device may send a packed state by the same routes."""
+A device writes and reads its own runs. Operators read the runs of their tenant. Devices and operators can
+delete a run or its log. Instead of a log, a device may send a packed state by the same routes."""
 
 import logging
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ from permille_service.problems import PRIVATE, ApiError, documented
 logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
 
-# A body whose media type does not say what it is counts as a log.
+# `application/octet-stream` does not say what the body is. Such a body counts as a log.
 _FORMS = {
     LOG_MEDIA_TYPE: LogForm.LOG,
     STATE_MEDIA_TYPE: LogForm.STATE,
@@ -97,11 +97,11 @@ def list_runs(
     operator: Viewer,
     window: MomentPaging,
     device_id: OfDevice = None,
-    release: Annotated[Name | None, Query(description="only those on this release")] = None,
+    release: Annotated[Name | None, Query(description="list only runs on this release")] = None,
     version: Annotated[
-        int | None, Query(ge=1, le=MAX_INTEGER, description="only those on this version")
+        int | None, Query(ge=1, le=MAX_INTEGER, description="list only runs on this version")
     ] = None,
-    outcome: Annotated[Outcome | None, Query(description="only those with this outcome")] = None,
+    outcome: Annotated[Outcome | None, Query(description="list only runs with this outcome")] = None,
 ) -> Page[Run]:
     """List runs. Those that ended last come first."""
     wanted = runs.RunFilter(device_id=device_id, release=release, version=version, outcome=outcome)
@@ -160,7 +160,7 @@ async def put_run_log(run_id: RunId, request: Request, service: Served, device: 
 
 @router.delete("/{run_id}/log", status_code=204)
 def delete_run_log(run_id: RunId, service: Served, principal: Anyone) -> None:
-    """Delete the log of a run and its bytes. Idempotent."""
+    """Delete the log of a run, with the uploaded bytes. It is no error if the log is deleted already."""
     with _erasing(service, principal) as session:
         upload_id = runs.delete_log(
             session, tenant_id=principal.tenant_id, run_id=run_id, device_id=_device_of(principal)

@@ -27,7 +27,7 @@ def collect_blobs(service: Served, operator: Admin, dry_run: DryRun = False) -> 
     found = collect(service.database, service.blobs, service.settings, dry_run=dry_run)
     if not dry_run:
         with changing(service, operator):
-            # Write to the audit log after the deletion. A disk that was full may have room for the entry now.
+            # Write to the audit log after the deletion. If the disk was full, it now has room for the entry.
             pass
     return present(found, dry_run=dry_run)
 
@@ -41,8 +41,8 @@ def get_retention(service: Served, operator: Viewer) -> RetentionRule:
 
 @router.put("/retention")
 def put_retention(body: RetentionRule, service: Served, operator: Admin) -> RetentionRule:
-    """Set the retention rule. Workers apply it every hour. In the audit log, the deletions carry the token
-    that set the rule."""
+    """Set the retention rule. By default, workers apply it every hour. The audit log names the token that set
+    the rule as the author of these deletions."""
     with changing(service, operator, body) as session:
         rules.set_rule(session, tenant_id=operator.tenant_id, token_id=operator.token_id, rule=body)
     return body
@@ -50,7 +50,9 @@ def put_retention(body: RetentionRule, service: Served, operator: Admin) -> Rete
 
 @router.post("/retention/apply")
 def apply_retention(service: Served, operator: Admin, dry_run: DryRun = False) -> Retired:
-    """Apply the retention rule now. Objects in use stay. The audit log lists the deleted ones."""
+    """Apply the retention rule now. Objects in use stay. A call deletes at most 50 objects of each kind, so
+    repeat it until it deletes nothing. The audit log lists the deleted packages, quantizations and masks, and
+    the numbers of deleted logs, reports and jobs."""
     gone = rules.apply(
         service.database, tenant_id=operator.tenant_id, token_id=operator.token_id, dry_run=dry_run
     )

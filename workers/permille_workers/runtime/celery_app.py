@@ -4,9 +4,9 @@ A message only says that a job exists, and is acknowledged on arrival. The rows 
 job runs next. This may be another job than the message names, because claims take turns between tenants and
 devices. Jobs run in child processes. Celery's own pool therefore has threads, one for each running job.
 
-A worker that gets no message for a while looks for jobs in the database itself, because the broker may be
-down. If the broker goes down during an acknowledgement, Celery's consumer waits for ever on a closed
-connection.
+A worker that gets no message for a while looks for jobs in the database itself. The broker may be down, or
+Celery's consumer may hang: if the broker goes down during an acknowledgement, the consumer waits for ever on
+a closed connection.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The message from a supervisor to its child: the claim and the settings, as one line of JSON in a pipe.
 
 The pipe keeps secrets, such as the password of the database, out of command lines and files. The supervisor
-keeps the pipe open. When the child reads its end, the supervisor is gone.
+keeps the pipe open. When the child reads the end of the pipe, the supervisor is gone.
 """
 
 import json

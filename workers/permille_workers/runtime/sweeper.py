@@ -34,9 +34,11 @@ from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.work_folders import remove_ended
 
-# If so many messages wait in the broker, no more are sent. Each wakes a worker, which then runs any due job.
+# If this many messages wait in the broker, no more are sent. Each message wakes a worker, which then runs any
+# due job.
 _ENOUGH_MESSAGES = 100
-# A writer that is alive writes to its file at least once a day. A killed writer has left an older file.
+# An unfinished blob whose file is older than this is deleted. A writer that is alive writes to its file at
+# least once a day, so an older file belongs to a killed writer.
 _UNFINISHED_BLOB_S = 86_400.0
 _LOOK_S = 60.0  # seconds between two checks for a due collection, and for a clock that was set back
 _BUCKET_EVERY_S = 60.0  # a bucket is swept less often, because its provider charges for each listing

@@ -186,6 +186,8 @@ def _perplexity(
     context.progress(_QUANTIZED, "reading the evaluation text")
     folder = model.checkpoint.folder
     length = min(_LONGEST_EVALUATION, int(model.checkpoint.config.get("max_position_embeddings", 1 << 30)))
+    # A draw of n sequences reads up to POOL * n (`permille.corpora.sequences`). Skip all that calibration may
+    # have read.
     used = -(-POOL * coded.used.get(request.evaluation_corpus_id, 0) // length)
     wanted = Sampling(
         number=max(1, request.options.evaluation_tokens // length),
@@ -220,7 +222,8 @@ def _perplexity(
 def calibrated_codes(context: TaskContext, checkpoint: Checkpoint, options: AutoRound) -> Codes:
     """Calibrate all dense tensors with auto-round.
 
-    This is a single long call, which does not notice a cancellation. The supervisor kills it then.
+    This is a single long call, which does not notice a cancellation. If the job is cancelled, the supervisor
+    kills the process.
 
     Raises:
         InputError: auto-round does not support the model, or the text is too short.

@@ -156,7 +156,7 @@ def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
 def versions(*libraries: str) -> dict[str, JSON]:
     """Return the versions of permille, NumPy and the named libraries.
 
-    They can change the bits of a result.
+    Another version of one of these can change the bits of a result.
     """
     from importlib.metadata import version
 

@@ -92,7 +92,7 @@ class _Sparse:
 
 
 def _made(context: TaskContext, model: SourceModel, request: SparsificationCreate) -> _Sparse:
-    """Draw sequences from the corpus, make the model in the work folder, and report what it costs."""
+    """Draw sequences from the corpus, make the sparse model in the work folder, and report its errors."""
     from permille.models.loading import FileTokenizer
 
     corpus = open_corpus(context, request.corpus_id)
@@ -103,6 +103,8 @@ def _made(context: TaskContext, model: SourceModel, request: SparsificationCreat
     )
 
     def sampling(number: int, skip: int) -> Sampling:
+        # A draw of n sequences reads up to POOL * n (`permille.corpora.sequences`). Skip as many, so that two
+        # draws share no sequence.
         return Sampling(number=number, length=length, seed=request.seed, skip=POOL * skip)
 
     calibration = corpus.sequences(tokenizer, sampling(request.sequences, 0))
