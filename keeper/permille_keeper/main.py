@@ -29,8 +29,8 @@ def init(home: Path) -> str:
     """
     if (home / _KEY).exists():
         raise OperatorError(
-            f"{home / _KEY} exists already. A new key could not open the seals that devices made for it. "
-            "Choose another --home."
+            f"{home / _KEY} exists already. A new key could not open the seals that devices made for the "
+            "existing key. Choose another --home."
         )
     home.mkdir(parents=True, exist_ok=True)
     Memory(home / _MEMORY)
@@ -50,7 +50,9 @@ def public_text(key: X25519PrivateKey) -> str:
 
 
 def open_server(home: Path, address: tuple[str, int], tls: tuple[Path, Path] | None) -> KeeperServer:
-    """Open a server. Its method `serve_forever` answers requests. For example:
+    """Open a server. Its method `serve_forever` answers requests.
+
+    Example:
 
         open_server(Path("keeper"), ("127.0.0.1", 8331), None).serve_forever()
 

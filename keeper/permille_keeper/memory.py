@@ -5,8 +5,8 @@ encrypted seed of the device's mask.
 
 - An answer is stored durably before it is sent. So the noise for a set of devices is drawn only once, and the
   same question gets the same bytes, even if the process was killed in between.
-- A device's seal of a round is opened for only one set of devices. The difference of the sums of two sets may
-  be the vector of a single device.
+- A device's seal of a round is opened for only one set of devices. With the sums of two sets, the service
+  could compute their difference, which may be the vector of a single device.
 """
 
 import os
@@ -93,7 +93,7 @@ class Memory:
     def note_second_set(self, question: str, reason: str) -> None:
         """Record a question about a second set of devices.
 
-        It is kept for ever, because the service may cheat.
+        The record is kept for ever, because such a question suggests that the service cheats.
         """
         connection = self._connect()
         with connection:

@@ -28,7 +28,7 @@ COLLECT_AFTER = 10_000
 """Number of new objects after which Python collects garbage.
 
 A request makes some hundred objects, and a page with all its rows some ten thousand. Few of them form cycles,
-so more frequent collections would find nothing.
+so more frequent collections would find almost nothing.
 """
 
 
@@ -103,7 +103,7 @@ def listen(settings: Settings, connections: Connections) -> Listener:
     """Open the listening socket before uvicorn starts, so that the port is known.
 
     Raises:
-        OperatorError: the address is in use, or belongs to another machine.
+        OperatorError: the port is in use or not allowed, or the address belongs to another machine.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # Name the protocol (TCP). Otherwise asyncio does not switch off Nagle's algorithm, and every answer waits
@@ -116,8 +116,8 @@ def listen(settings: Settings, connections: Connections) -> Listener:
     except OSError as exc:
         listening.close()
         raise OperatorError(
-            f"Cannot listen at port {settings.port} of {settings.host}: {exc.strerror}. Stop the program "
-            "that uses it, or choose another port with `permille up --port` (0 takes a free one)."
+            f"Cannot listen on port {settings.port} of {settings.host}: {exc.strerror}. If another program "
+            "uses the port, stop it, or choose another port with `permille up --port` (0 takes a free one)."
         ) from exc
     listening.listen(128)
     return listening

@@ -89,8 +89,8 @@ async def livez() -> Health:
 
 @router.get("/readyz", dependencies=[PUBLIC])
 async def readyz(request: Request, service: Served) -> Health:
-    """Return whether to send requests to this process. The check is that of `/v1/health`, but it also fails
-    while the process stops."""
+    """Return whether to send requests to this process. This makes the same check as `/v1/health`, and also
+    fails while the process stops."""
     if service.draining.is_set():
         raise ApiError(ProblemType.UNAVAILABLE, "the process is stopping")
     return await get_health(request)

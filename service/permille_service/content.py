@@ -107,7 +107,7 @@ def blob_response(
             return _stream_from_bucket(blobs, digest, size, asked, headers)
         return Response(headers={**headers, "Content-Length": str(size)})
     path = blobs.path(digest)
-    # nginx would check If-Match again, against an ETag of its own, and refuse the request.
+    # nginx would check If-Match again. It has no ETag for the file (`etag off`), so it would refuse.
     if gets and downloads is Downloads.ACCEL and if_match is None:
         headers["X-Accel-Redirect"] = ACCEL_PREFIX + path.relative_to(blobs.root).as_posix()
         return Response(headers=headers, media_type=media_type)
@@ -123,7 +123,7 @@ def _stream_from_bucket(
         headers["Content-Range"] = f"bytes {asked.start}-{asked.stop - 1}/{size}"
     headers["Content-Length"] = str(len(part))
     body = blobs.stream(digest, part.start, part.stop)
-    first = next(body, b"")  # an error until here is answered with a problem; later it would cut the body
+    first = next(body, b"")  # an error here is answered with a problem; a later error cuts off the body
     return StreamingResponse(chain((first,), body), status, headers)
 
 
@@ -154,7 +154,7 @@ def _asked_range(request: Request, etag: str, size: int) -> range | None:
     if found is None or found.group(1) == found.group(2) == "":
         return None
     if request.headers.get("if-range", etag).strip() != etag:
-        return None  # If-Range names other content, so the client needs all of this one
+        return None  # If-Range names other content, so send the whole content
     first, last = found.groups()
     # RFC 9110, 14.1.1: a range whose end lies before its start is malformed, so it is ignored.
     if first and last and int(last) < int(first):

@@ -1,8 +1,8 @@
 """Idempotent creation: a request repeated with its `Idempotency-Key` gets the first answer again.
 
 An answer is encrypted and stored for a day, in the transaction that creates the object. For a job, the job's
-row serves as the answer and stores the key. Before a job is created, preflight compares what its request
-needs with the machine. Workers are told about the job after the commit.
+row serves as the answer and stores the key. Before a job is created, preflight checks that the machine has
+what the request needs. Workers are told about the job after the commit.
 
 If the object is removed, its key is refused for the rest of the day. The first answer would name a missing
 object, and a late repetition of the request must not create the object again. A client that wants the object

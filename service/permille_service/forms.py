@@ -35,7 +35,8 @@ class RequestOption:
         value_type: `str`, `int`, `float` or `bool`. If `many` is set, the type of one element.
         choices: all allowed values, if the field is an enumeration.
         default: the value if none is given. None: the service chooses the value, or needs none.
-        required: whether every member of a union of requests needs the value.
+        required: whether the request needs the value. If the request is a union: whether every member of the
+            union needs it.
         names: the collection that the id belongs to, for example `corpora`. None: the field holds no id.
         optional: whether the value belongs to a nested model that is left out if none of its values are
             given.
@@ -129,7 +130,7 @@ def _option(info: FieldInfo, place: tuple[str, ...], *, required: bool) -> Reque
     thing, _, suffix = place[-1].rpartition("_")
     of = thing.rpartition("_")[2] if suffix in ("id", "digest") else None
     flag = next((marker.name for marker in info.metadata if isinstance(marker, Flag)), None)
-    # A literal field selects the member of a union. Its default is its first value.
+    # A literal field selects the member of a union. If the field is required, its default is its first value.
     first = choices[0] if get_origin(info.annotation) is Literal else None
     default = first if info.is_required() else info.default
     return RequestOption(

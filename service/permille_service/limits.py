@@ -55,8 +55,8 @@ class RateLimit:
             allowed = tokens >= 1
             self._buckets[key] = (tokens - 1 if allowed else tokens, at)
             if len(self._buckets) > MAX_KEYS:
-                # Some keys come from callers, who could fill the memory with them. So the oldest bucket is
-                # dropped. If its key comes again, it starts with a full bucket.
+                # Some keys come from callers, who could fill the memory with them. So drop the least recently
+                # used bucket. If its key comes again, it starts with a full bucket.
                 self._buckets.popitem(last=False)
             return 0.0 if allowed else (1 - tokens) / rate
 

@@ -137,8 +137,8 @@ class MetricsToken(Authentication):
         if expected is None:
             raise ApiError(ProblemType.NOT_FOUND, "there is no such path")
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        # Compare in constant time. Other tokens are looked up by their hash, which leaks nothing by its
-        # timing.
+        # Compare in constant time, so that the timing leaks nothing about this token. Other tokens are looked
+        # up by their hash, so their timing leaks nothing.
         if scheme.lower() != "bearer" or not hmac.compare_digest(
             token.encode(), expected.get_secret_value().encode()
         ):

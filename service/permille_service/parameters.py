@@ -57,10 +57,10 @@ VersionNumber = Annotated[int, Path(alias="version", ge=1, le=MAX_INTEGER, examp
 
 OtherVersion = Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="a version of the release")]
 OfModel = Annotated[
-    str | None, Query(pattern=f"^model_{ULID_PATTERN}$", description="only those of this model")
+    str | None, Query(pattern=f"^model_{ULID_PATTERN}$", description="list only records of this model")
 ]
 OfDevice = Annotated[
-    str | None, Query(pattern=f"^dev_{ULID_PATTERN}$", description="only those of this device")
+    str | None, Query(pattern=f"^dev_{ULID_PATTERN}$", description="list only records of this device")
 ]
 After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="return only entries with a larger `seq`")]
 Limit = Annotated[int, Query(ge=1, le=rows.MAX_LIMIT, description="largest number of rows on the page")]

@@ -48,7 +48,9 @@ class AddressSettings(SettingsGroup):
     tls_certificate: Path | None = Field(
         default=None, description="PEM file of the certificate chain; required for any address but loopback"
     )
-    tls_key: Path | None = Field(default=None, description="PEM file of the certificate's key")
+    tls_key: Path | None = Field(
+        default=None, description="PEM file of the certificate's key; set both or none"
+    )
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="JSON list of host names that requests may use, besides those of loopback"
     )
@@ -107,9 +109,9 @@ class ConnectionSettings(SettingsGroup):
         default=60,
         ge=1,
         description="maximum number of calls in a minute, for each process and for each kind of call. "
-        "Limited for each device: sign-ins, joining a federation, questions for a round or a rollout, facts, "
-        "and refused contributions. Limited for each invitation: enrolments. Limited for each address: "
-        "enrolments with unknown invitations and failed sign-ins to the pages, together",
+        "Limited for each device: sign-ins, joining a federation, questions for a round, reports on "
+        "rollouts, facts, and refused contributions. Limited for each invitation: enrolments. Limited for "
+        "each address: enrolments with unknown invitations and failed sign-ins to the pages, together",
     )
 
 

@@ -72,7 +72,10 @@ def test_a_release_is_confirmed_with_the_number_of_devices_and_published_once(ap
     typed = {"name": "tiny", "package_digest": other, "alias": "stable", "form": "a"}
     asked = send(client, "/ui/new/release", **typed)
     assert asked.status_code == 200
-    assert "is in no release yet. The alias stable will point at this version. 3 devices" in shown(asked)
+    assert (
+        "is in no release yet. The alias stable will point at this version. This affects 3 devices:"
+        in shown(asked)
+    )
     assert len(api.get("/v1/releases?name=tiny").json()["items"]) == 1, "nothing before it is confirmed"
     assert 'value="stable"' in send(client, "/ui/new/release", "edit", **typed).text
     for _ in range(2):  # a second click has no effect
@@ -148,9 +151,9 @@ def test_a_rollout_is_started_paused_resumed_and_stopped(api: Api) -> None:
     rollout = made.replace("/ui", "/v1")
     assert api.get(rollout).json()["rules"]["waves"] == ["50%", "100%"]
     for move, words, state in (
-        ("pause", "no other device starts the update to tiny 2 (4 devices in total)", "paused"),
-        ("resume", "Wave 1 of 2 is open to 50% of 4 devices", "running"),
-        ("stop", "0 devices of 4 devices have started the update to tiny 2", "stopped"),
+        ("pause", "starts the update to tiny 2. The update has started on 0 devices of 4 devices", "paused"),
+        ("resume", "Wave 1 of 2 will be open to 50% of 4 devices", "running"),
+        ("stop", "The update to tiny 2 has started on 0 devices of 4 devices", "stopped"),
     ):
         assert f"{made}/{move}" in client.get(made).text
         assert words in shown(client.get(f"{made}/{move}"))

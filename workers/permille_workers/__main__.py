@@ -1,8 +1,8 @@
 """`python -m permille_workers`: run a Celery worker if the settings name a broker, or else a local worker.
 
 Settings come from the environment (PERMILLE_DATA_DIR, PERMILLE_DATABASE_URL ...). After SIGTERM, the worker
-takes no new jobs. It waits `PERMILLE_DRAIN_S` seconds for running jobs, and then puts them back into the
-queue. A second SIGTERM ends the wait at once.
+takes no new jobs. It waits up to `PERMILLE_DRAIN_S` seconds for running jobs, and then puts those that still
+run back into the queue. A second SIGTERM ends the wait at once.
 """
 
 import logging
@@ -63,7 +63,7 @@ class LocalWorker:
         supervisor = Supervisor(
             db=self.db, settings=self.settings, shutdown=self.shutdown, child_command=self.child_command
         )
-        outage = Outage(_log, "the database or the machine has a fault, will try again")
+        outage = Outage(_log, "the database or the machine has a fault")
         while not self.shutdown.asked.is_set():
             try:
                 found = supervisor.run_next(self.name)

@@ -40,7 +40,7 @@ def create_tenant(body: TenantCreate, creating: AdminCreating) -> Tenant:
     settings = creating.service.settings
     with creating.service.database.read() as session:
         roots = inputs.roots_of(session, settings, tenant_id=tenant.id)
-    # Make the folders after the commit. If this fails, a repetition of the request makes them.
+    # Make the folders after the commit. If this fails, a repetition with the same Idempotency-Key makes them.
     for root in (roots.models, roots.corpora):
         root.mkdir(parents=True, exist_ok=True)
     return tenant
@@ -135,8 +135,9 @@ def ensure_token(service: Service) -> Path:
     """Make sure that the token file exists, and return its path.
 
     If the file is missing, make a new token for an administrator of the first tenant, and write it to the
-    file with mode 0600. This gives nobody new rights: whoever can delete the file can also write to the data
-    folder. The database stores only the token's hash.
+    file with mode 0600. This gives nobody new rights: whoever can delete the file can also write to the
+    folder of the keys (the private folder, or else the data folder). The database stores only the token's
+    hash.
     """
     path = service.settings.token_path
     if path.exists():

@@ -186,7 +186,7 @@ def _error(response: httpx.Response) -> CommandError:
         message = str(detail)  # these details are complete sentences and need no title
     elif response.status_code == 404 and not problem:
         message = (
-            f"The service has no address {response.url}. Give the service's address without a path, such as "
+            f"There is nothing at {response.url}. Give the service's address without a path, such as "
             "http://127.0.0.1:8321."
         )
     else:

@@ -25,7 +25,8 @@ Key = Annotated[
     str | None,
     typer.Option(
         "--idempotency-key",
-        help="Key of your choice. A repeated command with the same key creates nothing twice, for a day.",
+        help="Key of your choice. For a day, a repetition of the command with the same key creates nothing "
+        "new.",
     ),
 ]
 Rows = Annotated[int, typer.Option("--limit", min=1, help="Maximum number of rows.")]

@@ -43,7 +43,7 @@ def exit_of_status(status: int) -> Exit:
 
 
 class CommandError(Exception):
-    """Failure of a command, with a message, an exit code, and the problem that the service answered."""
+    """Failure of a command, with a message, an exit code, and the problem in the service's answer, if any."""
 
     def __init__(self, message: str, code: Exit, problem: dict[str, object] | None = None) -> None:
         super().__init__(message)

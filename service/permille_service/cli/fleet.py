@@ -90,7 +90,7 @@ def yank_release(
     session: Session,
     name: Annotated[str, typer.Argument(help="Name of the release.")],
     version: Annotated[int, typer.Argument(help="Version to withdraw.")],
-    reason: Annotated[str, typer.Option(help="Reason, which is recorded.")] = "withdrawn",
+    reason: Annotated[str, typer.Option(help="Reason to record.")] = "withdrawn",
 ) -> None:
     """Withdraw a version for good, so that no device installs it any more.
 
@@ -104,8 +104,9 @@ def yank_release(
     session.output.show(made)
     if made["aliases"]:
         session.output.say(
-            f"devices that have it: {made['devices']}. They keep it. While {', '.join(made['aliases'])} "
-            "points at this version, devices that follow the alias install nothing."
+            f"devices that have it: {made['devices']}. They keep it. As long as an alias "
+            f"({', '.join(made['aliases'])}) points at this version, devices that follow the alias install "
+            "nothing."
         )
         session.output.say_next(f"permille releases rollback {name}")
 

@@ -31,7 +31,10 @@ def add_model(
     gguf: Annotated[str | None, typer.Option(help="GGUF file, below the model root.")] = None,
     ollama: Annotated[
         str | None,
-        typer.Option(help="Model of Ollama, as NAME or NAME:TAG. The model root must be Ollama's folder."),
+        typer.Option(
+            help="Model of Ollama, as NAME or NAME:TAG. The model root must be the folder in which Ollama "
+            "stores its models."
+        ),
     ] = None,
     key: Key = None,
 ) -> None:
@@ -77,8 +80,8 @@ def _outside(name: str) -> str:
     store, path = ollama_file(name)
     file = f"{name.replace('/', '-').replace(':', '-')}.gguf"
     return (
-        f"The service does not find {name}, because its model root is not the folder of Ollama. Either start "
-        f"the service with --model-root {store}. Or put the file below the model root with "
+        f"The service does not find {name}, because its model root is not the folder of Ollama's models. "
+        f"Start the service with --model-root {store}, or put the file below the model root with "
         f"`ln {path} ROOT/{file}` (`cp` from another disk), and use --gguf {file} instead of --ollama."
     )
 

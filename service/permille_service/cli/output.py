@@ -43,7 +43,7 @@ class Output:
             for name, rows in records_in(answer).items():
                 self.console.print(f"\n[bold]{name}[/bold]")
                 lines = [flat(row) for row in rows]
-                # The role implies the media type.
+                # Leave out the media type, because the role implies it.
                 columns = [column for column in lines[0] if column != "media_type"]
                 self.console.print(table_of(lines, columns))
 
@@ -61,12 +61,12 @@ def make_output(*, as_json: bool) -> Output:
     """Make an output with tables on stdout and errors on stderr."""
     console = PlainConsole()
     if not console.is_terminal:
-        console = PlainConsole(width=WIDE)  # a pipe has no width; this one is wide enough for full ids
+        console = PlainConsole(width=WIDE)  # a pipe has no width, and full ids fit into `WIDE`
     return Output(as_json=as_json, console=console, errors=PlainConsole(stderr=True))
 
 
 def print_json(answer: Any) -> None:
-    """Print one JSON document on stdout. It is ASCII, because terminals execute some other characters."""
+    """Print one JSON document on stdout. It is ASCII, because some other characters control terminals."""
     sys.stdout.write(json.dumps(answer, indent=2) + "\n")
 
 
@@ -138,7 +138,7 @@ class Follower:
     def _left_s(self, at: float, done: float) -> float | None:
         """Estimate the time left from the progress since the first event.
 
-        Builds do not report the time that is left.
+        This is for builds, which do not report the time that is left.
         """
         if self._first is None:
             self._first = (at, done)

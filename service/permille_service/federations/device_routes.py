@@ -62,7 +62,7 @@ def list_own_federations(service: Served, device: CallingDevice) -> list[Federat
 )
 def put_membership(federation_id: FederationId, service: Served, device: CallingDevice) -> None:
     """Join a federation. The device's owner must have agreed. Idempotent."""
-    # The calls of this route are limited, but not those to leave, because nothing may delay a withdrawal.
+    # Calls to join are limited. Calls to leave are not, because nothing may delay a withdrawal.
     service.sign_ins.check(f"{device.device_id} membership")
     with service.database.write() as session:
         row = _federation(session, device, federation_id)

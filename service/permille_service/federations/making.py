@@ -80,8 +80,8 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
     """Return the privacy part of a definition, with the least noise that gives the requested guarantee.
 
     Raises:
-        InputError: no noise gives the guarantee, or the noise would be larger than the signal. In the second
-            case, the message names numbers that would work.
+        InputError: the keeper has no key or no URL, no noise gives the guarantee, or the noise would be
+            larger than the signal. In the last case, the message names numbers that would work.
     """
     if (asked.keeper_key is None) != (asked.keeper_url is None):
         raise InputError("keeper_key and keeper_url belong together. Set both or neither.")
@@ -173,7 +173,7 @@ def _estimator(training: TrainingCreate) -> EstimatorKind:
 
 
 def _device_unit(header: LogHeader) -> int:
-    """Return the exponent of the unit of a device's integers. The unit is small enough for its steps."""
+    """Return the exponent of the unit of a device's integers. It is small enough for the device's steps."""
     if header.estimator is EstimatorKind.GRADIENT:
         return unit_exponent(header.learning_rate)
     widest = max(queries.stop - queries.start for queries, _ in header.blocks())

@@ -26,7 +26,8 @@ from permille.store.federations import members, rounds
 _FEWEST = 6
 """Least number of devices for a confidence interval.
 
-Student's t assumes gains that are nearly normally distributed. With fewer devices, this matters too much.
+Student's t assumes gains that are nearly normally distributed. With fewer devices, the interval depends too
+much on this assumption.
 """
 
 
@@ -85,7 +86,7 @@ def present_round(session: Session, row: tables.Round) -> RoundRecord:
         invited=invited,
         received=received,
         counted=row.counted,
-        # The values of a JSON column can be of any type.
+        # The values of a JSON column can be of any type. Keep only counts.
         refused={code: count for code, count in row.refused.items() if isinstance(count, int)},
         reason=row.reason,
         job_id=row.job_id,

@@ -137,7 +137,9 @@ def finish_federation(federation_id: FederationId, service: Served, operator: Ma
         try:
             repository.drop(federation_path(row.definition_digest))
         except KeyElsewhereError as exc:  # devices see in the state of the federation that it is finished
-            logger.warning("%s stays in the metadata until that is signed elsewhere: %s", row.id, exc)
+            logger.warning(
+                "%s stays listed in the metadata until a holder of the key signs its removal: %s", row.id, exc
+            )
         return present(session, row)
 
     record = repositories.change_by(service, operator, finish)
@@ -149,16 +151,16 @@ def finish_federation(federation_id: FederationId, service: Served, operator: Ma
 def create_adoption(
     federation_id: FederationId, body: AdoptionCreate, service: Served, operator: Maker
 ) -> Adoption:
-    """Let the devices of the federation start their training from the state of a round. If the gain of the
-    state is uncertain, the request must give a reason."""
+    """Let the devices of the federation start their training from the state after a number of rounds. If the
+    gain of the state is uncertain, the request must give a reason."""
     with changing(service, operator, body) as session:
         row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         adoption = _adoption(session, row, body.round)
         if not adoption.sure and body.reason is None:
             raise ConflictError(
-                f"It is not certain that the state after round {adoption.round} is better "
-                f"({_gain_words(adoption)}). This needs a gain surely above 0, measured by at least "
-                f"{EVIDENCE_DEVICES} devices. Give a reason to adopt the state anyway."
+                f"It is not certain that the state after {adoption.round} rounds is better "
+                f"({_gain_words(adoption)}). To adopt it without a reason, its gain must be surely above 0, "
+                f"measured by at least {EVIDENCE_DEVICES} devices. Give a reason to adopt the state anyway."
             )
         row.adopted_round = adoption.round
         return adoption
@@ -276,7 +278,7 @@ def _gain_words(adoption: Adoption) -> str:
     if adoption.mean_gain is None:
         return "none measured"
     low = "" if adoption.gain_low is None else f" (at least {adoption.gain_low:.3g})"
-    return f"{adoption.mean_gain:.3g}{low} nats per token by {adoption.devices}"
+    return f"gain {adoption.mean_gain:.3g}{low} nats per token, number of devices: {adoption.devices}"
 
 
 def _adoption(session: Session, row: tables.Federation, number: int | None) -> Adoption:

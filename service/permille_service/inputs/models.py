@@ -1,6 +1,6 @@
 """Routes of base models.
 
-When a folder is registered, its family is checked, and its tensors are checked by their headers.
+When a folder is registered, the family of the model and the headers of its tensors are checked.
 """
 
 import math

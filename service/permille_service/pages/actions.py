@@ -258,7 +258,8 @@ def _release_effect(session: Session, tenant_id: str, body: ReleaseCreate) -> Ef
     count = _count(_followers(session, tenant_id, body.name, body.alias))
     return Effect(
         words=f"Version {version} of {body.name} will have {same}. The alias {body.alias} will point at this "
-        f"version. {count} that follow the alias will install the version when they next ask.",
+        f"version. This affects {count}: devices that follow the alias install the version when they next "
+        "ask.",
         facts=(version, earlier, body.package_digest, body.alias),
     )
 
@@ -343,8 +344,8 @@ _MOVES: Final[dict[str, Move]] = {
     "resume": Move(
         button="Resume the rollout",
         call=rollout_routes.resume_rollout,
-        words="{wave} is open to {size} of {all}, which will get {version}. Failures until now no longer "
-        "count.",
+        words="{wave} will be open to {size} of {all}, which will get {version}. Failures until now no "
+        "longer count.",
     ),
     "approve": Move(
         button="Approve the next wave",
@@ -356,19 +357,19 @@ _MOVES: Final[dict[str, Move]] = {
     "pause": Move(
         button="Pause the rollout",
         call=rollout_routes.pause_rollout,
-        words="Until you resume the rollout, no other device starts the update to {version} ({all} in "
-        "total). {begun} have started and go on.",
+        words="Until you resume the rollout, no other device starts the update to {version}. The update has "
+        "started on {begun} of {all}, and goes on there.",
     ),
     "stop": Move(
         button="Stop the rollout",
         call=rollout_routes.stop_rollout,
-        words="{begun} of {all} have started the update to {version} and keep that version. No other device "
-        "will get it. A stopped rollout cannot be resumed.",
+        words="The update to {version} has started on {begun} of {all}. Devices that have started keep that "
+        "version. No other device will get it. A stopped rollout cannot be resumed.",
     ),
     "revert": Move(
         button=_REVERT,
         call=rollout_routes.revert_rollout,
         words="The package of version {before} will be published as a new version, which {all} will install. "
-        "{begun} of them have started the update to {version}.",
+        "The update to {version} has started on {begun} of them.",
     ),
 }

@@ -85,7 +85,7 @@ def _choices(session: Session, tenant_id: str, option: RequestOption, text: str)
     found = [(value, value) for value in option.choices]
     if option.names is not None:
         found = choices_of(session, tenant_id, option.names)
-    if found and text and text not in dict(found):  # the list only has the newest objects
+    if found and text and text not in dict(found):  # the list has only the newest objects, so add it
         found.append((text, text))
     return found
 

@@ -109,7 +109,7 @@ def curve_of(report: MaskEvidence) -> Curve | None:
 
 def curve_at_density(report: MaskEvidence) -> float | None:
     """Return the coverage that as many weights as the mask selects would have, if they were the best weights
-    of the whole model.
+    of all tensors in scope together.
 
     Return None if the report has no curve.
     """

@@ -22,7 +22,7 @@
 
   const notice = document.getElementById("notice");
   document.addEventListener("htmx:error", () => {
-    notice.innerHTML = '<p class="alert" role="alert"><strong>The service does not answer.</strong> What you see may be old; it is asked again.</p>';
+    notice.innerHTML = '<p class="alert" role="alert"><strong>The service does not answer.</strong> What you see may be old. The page asks again.</p>';
   });
   document.addEventListener("htmx:after:request", (event) => {
     if (event.detail?.ctx?.response?.status < 400) notice.replaceChildren();

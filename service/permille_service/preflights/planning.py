@@ -292,7 +292,8 @@ class _Planner:
         if artifacts.blob_of(package, ADAPTER) is not None:
             raise ApiError(
                 ProblemType.CONFLICT,
-                "This package trains an adapter. Export a package that trains sparse values.",
+                "This package trains an adapter, but a program can only have sparse values. Export a package "
+                "with a mask.",
             )
         if request.variants > request.rows:  # JSON schema cannot compare two fields
             raise ApiError(

@@ -27,7 +27,7 @@ webhooks = typer.Typer(no_args_is_help=True, help="URLs that the service calls w
 
 @command(webhooks, "create")
 def create_webhook(session: Session, url: str, key: Key = None) -> Any:
-    """Register a URL that the service calls when a rollout halts or ends. Keep the secret, it is shown only
+    """Register a URL that the service calls when a rollout halts or ends. Keep the secret: it is shown only
     once.
 
     Example:
@@ -39,7 +39,7 @@ def create_webhook(session: Session, url: str, key: Key = None) -> Any:
 
 add_list(webhooks, "webhooks", ("id", "url", "created_at"))
 add_deletion(
-    webhooks, "webhooks", "delete", "Remove a webhook. Events that wait to be sent to it are dropped."
+    webhooks, "webhooks", "delete", "Remove a webhook and its events, including those that wait to be sent."
 )
 
 
@@ -162,7 +162,10 @@ def watch_rollout(
 def approve_rollout(
     session: Session,
     rollout: RolloutArgument,
-    wave: Annotated[int, typer.Argument(min=2, help="Number of the next wave, which this opens.")],
+    wave: Annotated[
+        int,
+        typer.Argument(min=2, help="Number of the next wave. It opens when its other conditions hold, too."),
+    ],
 ) -> Any:
     """Approve the next wave of a rollout that was created with --approval.
 

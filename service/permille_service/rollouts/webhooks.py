@@ -46,7 +46,7 @@ def list_webhooks(service: Served, operator: Viewer, window: Paging) -> Page[Web
 
 @router.delete("/{webhook_id}", status_code=204)
 def delete_webhook(webhook_id: WebhookId, service: Served, operator: Maker) -> None:
-    """Remove a webhook. Events that wait to be sent to it are dropped."""
+    """Remove a webhook and its events, including those that wait to be sent."""
     with changing(service, operator) as session:
         webhooks.remove(session, tenant_id=operator.tenant_id, webhook_id=webhook_id)
 

@@ -136,8 +136,8 @@ def put_trust_metadata(
 
 @router.post("/rotations", responses=documented(ProblemType.CONFLICT))
 def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> TrustChange:
-    """Give roles new keys. Devices learn the new keys from the metadata. If metadata needs signatures of keys
-    that the service does not hold, the answer contains it as drafts."""
+    """Give roles new keys. Devices learn the new keys from the metadata. If some metadata needs signatures of
+    keys that the service does not hold, the answer contains drafts of this metadata."""
 
     def rotate(_: Session, repository: Repository) -> TrustChange:
         holders = {role.role: _holders(service, operator.tenant_id, repository, role) for role in body.roles}
@@ -151,8 +151,8 @@ def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> 
 
 @router.post("/renewals", responses=documented(ProblemType.CONFLICT))
 def renew_trust_metadata(body: TrustRenewal, service: Served, operator: Admin) -> TrustChange:
-    """Renew the metadata of the named roles, and all metadata that is due. If metadata needs signatures of
-    keys that the service does not hold, the answer contains it as drafts."""
+    """Renew the metadata of the named roles, and all metadata that is due. If some metadata needs signatures
+    of keys that the service does not hold, the answer contains drafts of this metadata."""
     with as_conflicts():
         return repositories.change_by(
             service,

@@ -42,7 +42,9 @@ def get_package_manifest(
     response_class=Response,
     responses={
         **content_responses("the blob", *dict.fromkeys(MEDIA_TYPES.values())),
-        307: {"description": "`Location` has the bytes. It is valid for some minutes and needs no token"},
+        307: {
+            "description": "read the bytes at `Location`, which is valid for some minutes and needs no token"
+        },
     },
 )
 def get_package_blob(

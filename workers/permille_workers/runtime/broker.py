@@ -16,7 +16,7 @@ from kombu.transport import TRANSPORT_ALIASES, redis
 from permille.store.jobs.dispatch import TASK_NAME
 
 MAX_BODY_CHARACTERS = 4096  # the service's messages have some hundred characters
-_UNSENT = ("eta", "expires", "retries", "group")  # headers that are null or 0 in the service's messages
+_UNSENT = ("eta", "expires", "retries", "group")  # header fields that are null or 0 in the service's messages
 
 _log = logging.getLogger(__name__)
 

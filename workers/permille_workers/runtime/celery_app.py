@@ -60,7 +60,7 @@ class _Slots:
                 while not shutdown.asked.is_set() and self.supervisor.run_next(self.name):
                     _log.warning("no message came for %.0f s, but a job was due", silence_s)
             except (DBAPIError, OSError, OperatorError) as exc:
-                _log.warning("the database or the machine has a fault, will try again: %s", exc)
+                _log.warning("the database or the machine has a fault; trying again: %s", exc)
             finally:
                 self._free.release()
 
@@ -85,7 +85,7 @@ def run_celery_worker(
     name: str,
     child_command: Sequence[str] = CHILD_COMMAND,
 ) -> None:
-    """Run jobs until SIGTERM. Then wait for running jobs during the drain time, and give the others back.
+    """Run jobs until SIGTERM. Then wait during the drain time, and give back jobs that have not ended.
 
     Raises:
         RetryableError: Celery's worker ended by itself.
@@ -98,7 +98,7 @@ def run_celery_worker(
     def on_shutdown(**_: object) -> None:
         shutdown.ask(settings.drain_s)
 
-    # Celery keeps weak references by default. A weakly referenced local function would vanish at once.
+    # By default, Celery only keeps a weak reference. With `weak=False`, it keeps this local function alive.
     signals.worker_shutting_down.connect(on_shutdown, weak=False)
     dispatcher = CeleryDispatcher(broker_url)
     blobs = open_blobs(settings)

@@ -23,7 +23,10 @@ REPORT_EVERY_S = 1.0
 
 
 class JobCancelledError(Exception):
-    """An operator has cancelled the job, so the task must stop and publish nothing."""
+    """The job must end: an operator has cancelled it, or another part of the same job has failed.
+
+    The task must stop and publish nothing.
+    """
 
 
 # A function that writes the rows of the result and returns its id. It runs in the transaction that ends the
@@ -42,7 +45,9 @@ class PartsToAdd:
 
 
 class Progress:
-    """Reports of an attempt's progress, about one in a second, with an estimate of the time left.
+    """Reports of an attempt's progress, with an estimate of the time left.
+
+    There is at most one report in a second, but the begin of a new phase is always reported.
 
     The estimate uses the pace since the first report of this attempt. Work that an earlier attempt has done
     therefore does not count.

@@ -56,11 +56,11 @@ class ComputeSettings(SettingsGroup):
         default="cpu",
         pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$",
         description="device that computes scores, sparse models, perplexity and pooled states: `cpu`, `cuda` "
-        "or, for example, `cuda:1`. CUDA is not tested yet; `make gpu` tests it",
+        "or, for example, `cuda:1`. It has not run on a GPU yet; to test it on yours, run `make gpu`",
     )
     dtype: Dtype = Field(
         default="float32",
-        description="precision in which the device computes scores and perplexity: `float32`, `bfloat16` or "
+        description="precision of scores and perplexity on `PERMILLE_DEVICE`: `float32`, `bfloat16` or "
         "`float16`. Sums are always float32. All workers that share jobs need the same value",
     )
 

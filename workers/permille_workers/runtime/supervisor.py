@@ -142,7 +142,7 @@ class Supervisor:
                     _log.warning("lost %s: %s", claim.job_id, exc)
                 return
             except DBAPIError as exc:
-                _log.warning("the database does not answer: %s", exc)
+                _log.warning("the database cannot be used: %s", exc)
                 # When the lease has expired, another worker may have the job, so this attempt ends.
                 if at - renewed_at >= self.settings.lease_s:
                     return
@@ -185,9 +185,7 @@ class Supervisor:
         except StaleClaimError:
             _log.info("%s ended", claim.job_id)
         except DBAPIError as exc:
-            _log.warning(
-                "the database does not answer, so the lease of %s will expire: %s", claim.job_id, exc
-            )
+            _log.warning("the database cannot be used, so the lease of %s will expire: %s", claim.job_id, exc)
 
 
 def _exited(child: "subprocess.Popen[bytes]", timeout_s: float) -> bool:

@@ -66,8 +66,8 @@ class Sweeper:
         """Sweep every `sweep_s` seconds, and a bucket once a minute. Log failures, and try again."""
         every_s = 0.0 if self.settings.blob_bucket is None else _BUCKET_EVERY_S
         blobs_due = clock_due = time.monotonic()
-        rows = Outage(_log, "cannot sweep, because the database or the disk does not answer")
-        blobs = Outage(_log, "cannot sweep, because the database, the disk or the bucket does not answer")
+        rows = Outage(_log, "cannot sweep the database")
+        blobs = Outage(_log, "cannot sweep the folders and blobs")
         threading.Thread(target=self.run_collections, name="collector", daemon=True).start()
         # Webhooks have a thread of their own, so that a slow receiver does not delay the sweep.
         threading.Thread(target=self.run_webhooks, name="webhooks", daemon=True).start()
@@ -85,7 +85,7 @@ class Sweeper:
 
     def _pull_back(self) -> None:
         if moved := pull_back(self.db):
-            _log.warning("the clock was set back, so the future times of %d jobs were set to now", moved)
+            _log.warning("the clock was set back, so the future times of %d jobs were moved back", moved)
 
     def _sweep_rows(self) -> None:
         with self.db.read() as session:
@@ -109,15 +109,15 @@ class Sweeper:
     def run_webhooks(self) -> None:
         """Every `sweep_s` seconds, send the webhook events that are due."""
         send = partial(webhooks.post, allow_private=self.settings.webhook_private)
-        outage = Outage(_log, "cannot send webhooks, because the database does not answer")
+        outage = Outage(_log, "cannot send webhooks")
         while not self.shutdown.asked.wait(self.settings.sweep_s):
             _try_step(lambda: webhooks.send_due(self.db, send), outage)
 
     def run_collections(self) -> None:
         """Every `collect_every_s` seconds, apply the retention rules and delete unreferenced blobs.
 
-        Only one of all workers does this at a time. A collection is slow, so it runs in a thread of its own.
-        It can be killed at any time without harm.
+        In each period, only one of all workers does this. A collection is slow, so it runs in a thread of its
+        own. It can be killed at any time without harm.
         """
         every_s = self.settings.collect_every_s
         own = time.monotonic()
@@ -144,7 +144,7 @@ class Sweeper:
                     return
             found = collect(self.db, self.blobs, self.settings)
         except (DBAPIError, OSError, PermilleError) as exc:
-            _log.warning("cannot collect, because the database or the blob store does not answer: %s", exc)
+            _log.warning("cannot collect: %s", exc)
             return
         except Exception:  # noqa: BLE001 - the next collection may succeed
             _log.exception("cannot collect")

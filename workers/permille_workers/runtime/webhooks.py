@@ -96,7 +96,7 @@ def _connect(address: str, *, allow_private: bool) -> HTTPConnection:
     port = url.port or (443 if is_tls else 80)
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     parsed = ipaddress.ip_address(found)
-    # An IPv4-mapped IPv6 address reaches the same host as the IPv4 address.
+    # An IPv4-mapped IPv6 address reaches the host of the IPv4 address that it contains.
     parsed = getattr(parsed, "ipv4_mapped", None) or parsed
     if not (allow_private or parsed.is_global):
         raise InputError(

@@ -40,7 +40,7 @@ def shared_store(blobs: BlobFolder) -> BlobFolder:
 def remove_ended(db: Database, work_root: Path, blobs: BlobFolder) -> list[str]:
     """Remove the folders of jobs that have ended or are unknown, and return the ids of these jobs.
 
-    The store of a split job stays for a day after its end, so that a retry can use the results of its parts.
+    If a split job has failed, its store stays for a day, so that a retry can use the results of the parts.
     """
     scratch, shared = _jobs_root(work_root), shared_store(blobs)
     found = sorted(path.name for path in scratch.iterdir()) if scratch.is_dir() else []

@@ -1,8 +1,8 @@
 """The round job: combine the contributions of a round into one step of the federation's state.
 
 A closing round accepts no more contributions. The result leaves the process only in the transaction that
-publishes it. So if the process is killed, a second attempt makes the same bytes. In a private round, the
-second attempt draws new noise, or gets the keeper's earlier answer again.
+publishes it, so if the process is killed, nobody has seen the result. A second attempt makes the same bytes,
+unless the service adds noise: it then draws new noise. A keeper gives its earlier answer again.
 
 In the mode `keeper`, this process never sees the integers of a device. It asks the keeper over HTTPS for the
 sum of the devices' masks minus noise, and only learns the noised sum of the integers. The keeper stores its

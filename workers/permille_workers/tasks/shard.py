@@ -111,7 +111,7 @@ def _request(request: FisherMaskCreate, plan: str, shard: range, dtype: Dtype) -
 def _results(context: TaskContext) -> Mapping[tuple[str, int, str], str]:
     """Return the digest of the newest sums for each plan, first sequence and dtype.
 
-    A plan is the digest of the stored sequences.
+    A plan is the digest of the description that `_store` stores with the sequences.
     """
     with context.db.read() as session:
         found = claims.results_of_parts(session, context.claim)

@@ -50,7 +50,8 @@ def run(context: TaskContext, request: SparsificationCreate) -> Publish:
 
     Raises:
         InputError: the model is already as sparse as requested, the length of its rows is not a multiple of
-            the pattern, the text is too short, or another model has taken the name in the meantime.
+            the pattern's group (4 in 2:4), the text is too short, or another model has taken the name in the
+            meantime.
         RetryableError: the hub or the data set cannot be reached.
     """
     context.progress(0.0, "opening the model")
