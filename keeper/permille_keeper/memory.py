@@ -1,6 +1,6 @@
 """Memory of the keeper: its answers, and the devices whose seals it has opened.
 
-A question of the service names a round and a set of devices. It contains a seal of each device, which is the
+A question of the service names a round and a set of devices. For each device, it contains a seal: the
 encrypted seed of the device's mask.
 
 - An answer is stored durably before it is sent. So the noise for a set of devices is drawn only once, and the

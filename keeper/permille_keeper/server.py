@@ -1,4 +1,4 @@
-"""HTTP server of the keeper: `POST /v1/sums` answers a question, and `GET /health` checks that it runs.
+"""HTTP server of the keeper: `POST /v1/sums` answers a question, and `GET /health` is a health check.
 
 A question must come with the token, which is checked before the body is read. The service is the only caller,
 so the HTTP server of the standard library is enough. `permille.bounded_server` limits its connections.

@@ -73,7 +73,7 @@ def main() -> int:
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)  # uvicorn shuts down first, then raises the signal again
+        signal.signal(number, _leave)  # uvicorn shuts down first, then raises the signal again for us
     try:
         _Server(config, app.state.service.draining).run(sockets=[listening])
     finally:

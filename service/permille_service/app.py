@@ -138,7 +138,8 @@ def create_app(settings: Settings) -> FastAPI:
     # refuses.
     app.add_middleware(guard.Guard, settings=settings)
     observing.install(app)
-    # This comes last, to check every route. A route that does not declare who may call it stops the start.
+    # Check the routes when all of them are added. A route that does not declare who may call it stops the
+    # start.
     check_routes(app)
     return app
 
@@ -173,8 +174,8 @@ def _open_service(settings: Settings) -> Service:
     return Service(
         settings=settings,
         database=Database(url),
-        # A caller waits while the service retries a call of the blob store, so it retries only once. Workers
-        # retry for longer.
+        # A caller waits while the service retries a call of the blob store, so the service retries only once.
+        # Workers retry for longer.
         blobs=open_blobs(settings, attempts=2),
         seal=keys.Seal(settings.keys_dir),
         sign_ins=RateLimit(settings.sign_ins_per_minute, clock=time.monotonic),

@@ -68,7 +68,7 @@ _REMOVABLE: Final[Mapping[type[BaseModel], type[tables.Named]]] = {
     DeviceGroup: tables.DeviceGroup,
     WebhookSecret: tables.Webhook,
 }
-"""The table of each kind of object that can be removed or revoked. A stored answer has the object's `id`."""
+"""Tables of objects that can be removed or revoked, for `_check_is_there`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

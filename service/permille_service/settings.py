@@ -86,8 +86,8 @@ class ConnectionSettings(SettingsGroup):
     max_connections: int = Field(
         default=1000,
         ge=1,
-        description="maximum number of connections; half of the hard limit of open files, less 64, if that "
-        "is lower",
+        description="maximum number of connections. If the hard limit of open files is low, the maximum is "
+        "half of this limit, less 64",
     )
     max_connections_per_address: int = Field(
         default=250,
@@ -138,8 +138,8 @@ class QuotaSettings(SettingsGroup):
     upload_bytes_per_device: int = Field(
         default=4096 * MIB,
         ge=1,
-        description="stored bytes of a device's logs and states, above which further ones are refused. "
-        "Uploads that arrive at the same time can exceed the limit",
+        description="maximum bytes of stored logs and states of a device. Further logs and states are "
+        "refused, but uploads that arrive at the same time can exceed the limit",
     )
     queued_jobs_per_tenant: int = Field(
         default=10_000,

@@ -49,7 +49,7 @@ _VERDICTS = {
     "worse": "Version {new} makes devices worse than {old}. Consider `permille releases rollback`.",
     "better": "Version {new} makes devices better than {old}.",
     "unsure": "There is no sure difference between versions {new} and {old}.",
-    "too-few": "Too few devices have reported versions {new} and {old} to compare them.",
+    "too-few": "Too few devices have reported on versions {new} and {old} to compare them.",
 }
 _ENTRIES = ("seq", "at", "token_id", "action", "subject")
 _RUNS = (

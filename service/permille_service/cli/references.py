@@ -16,7 +16,7 @@ LOOKED_THROUGH = 1000
 _KEYS = {"packages": "digest", "runs": "run_id"}
 _SHOWN = 5
 # Texts that are not accepted as the beginning of an id. An empty text often comes from an unset shell
-# variable. It would match if there is only one record, which the user may not have meant.
+# variable. If there is only one record, the empty text would match a record that the user did not mean.
 _NO_BEGINNING = ("", "sha256:")
 
 

@@ -146,7 +146,7 @@ def personalise(
       permille personalise --ollama smollm2:135m --text ~/notes --out mine.gguf --minutes 20
 
     Your text never leaves the machine, and you need no account. If the command is stopped or killed, run it
-    again: it continues from there. It writes the model only if it is surely better on your text.
+    again: it continues from there. The model is written only if it is surely better on your text.
     """
     output = make_output(as_json=as_json)
     model = _model(gguf, folder, ollama)
@@ -269,7 +269,7 @@ def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path | None)
     if not readable:
         named = ", ".join(TEXT_SUFFIXES)
         raise CommandError(
-            f"--text names no text. Name files of {named}, or folders with such.", Exit.REFUSED
+            f"--text names no text. Name files of {named}, or folders with such files.", Exit.REFUSED
         )
     # Check the size before the build, which takes minutes. Training would refuse so little text only later.
     size = sum(path.stat().st_size for path in readable)
@@ -411,11 +411,11 @@ def _install(request: Request, programs: Programs, say: Callable[[str], None], *
     source = _linked(request.model, models / ("model.gguf" if request.model.is_file() else "model"))
     flag = "--gguf" if request.model.is_file() else "--folder"
     with programs.service(models=models, corpora=texts) as url:
-        # Idempotency keys, so that a second run of a killed command gets the same objects.
+        # Use idempotency keys, so that a second run of a killed command gets the same objects.
         programs.permille("models", "add", "model", flag, source.name, "--idempotency-key", "model")
         corpus = _add_corpus(request, programs, texts)
         if not programs.permille("releases", "list"):
-            say(f"   Finding its sensitive weights with {corpus}. This takes some minutes.")
+            say(f"   Finding the model's sensitive weights with {corpus}. This takes some minutes.")
             _build(request, programs, quiet=quiet)
         invitation = programs.permille("invitations", "create", "--release", NAME)["invitation"]
         shutil.rmtree(programs.device, ignore_errors=True)

@@ -74,8 +74,8 @@ _LOG_BODY: dict[str, Any] = {
     },
 )
 def create_run(body: RunCreate, response: Response, service: Served, device: CallingDevice) -> Run:
-    """Report a run. A report holds numbers and words of fixed lists, never the user's text. The device
-    chooses the id of the run, so that it can repeat a report."""
+    """Report a run. A report holds numbers and words from fixed lists, never the user's text. The device
+    chooses the id of the run, so that a report that it sends twice is stored once."""
     with service.database.write() as session:
         row, created = runs.report(
             session,

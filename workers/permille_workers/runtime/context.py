@@ -47,7 +47,7 @@ class PartsToAdd:
 class Progress:
     """Reports of an attempt's progress, with an estimate of the time left.
 
-    There is at most one report in a second, but the begin of a new phase is always reported.
+    There is at most one report in a second, but the start of a new phase is always reported.
 
     The estimate uses the pace since the first report of this attempt. Work that an earlier attempt has done
     therefore does not count.

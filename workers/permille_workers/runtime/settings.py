@@ -56,7 +56,7 @@ class ComputeSettings(SettingsGroup):
         default="cpu",
         pattern=r"^(cpu|cuda(:[0-9]{1,2})?)$",
         description="device that computes scores, sparse models, perplexity and pooled states: `cpu`, `cuda` "
-        "or, for example, `cuda:1`. It has not run on a GPU yet; to test it on yours, run `make gpu`",
+        "or, for example, `cuda:1`. This has not run on a GPU yet; to test yours, run `make gpu`",
     )
     dtype: Dtype = Field(
         default="float32",

@@ -71,7 +71,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
             },
         ),
     )
-    context.progress(0.4, "asking the model, for the reference")
+    context.progress(0.4, "asking the model for the reference")
     manifest = _with_reference(context, model, manifest, _corpus_of(mask_row, coded))
     write_manifest(context.blobs, manifest)
     context.progress(0.8, "verifying")

@@ -63,8 +63,8 @@ def run(context: TaskContext, request: ReplayRequest) -> Publish:
 
 
 def verdict_of_replay(context: TaskContext, run_row: Run, data: bytes) -> LogVerdict:
-    """Decode a log or state, check its package, replay a log, and compare the result with the device's
-    digests.
+    """Decode a log or a state, check that it belongs to the run's package, and replay the log. Compare the
+    result with the device's digests.
 
     Raises:
         RetryableError: the manifest of the package cannot be read from the blob store.
