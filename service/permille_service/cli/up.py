@@ -237,7 +237,7 @@ def _wait_for_health(settings: Settings, url: str, api: Supervised) -> None:
             return
         except httpx.ConnectError as exc:
             if settings.tls_certificate and "CERTIFICATE" in str(exc).upper():
-                return  # The API answers. It does not matter here that its certificate names another address.
+                return  # The API answers. Whether clients can verify its certificate does not matter here.
         except httpx.TransportError:
             continue
     raise CommandError(f"The API does not answer after {START_S:.0f} s. Try again.", Exit.RETRY)
