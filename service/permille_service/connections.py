@@ -111,8 +111,8 @@ class Connections:
     def admit(self, plain: socket.socket, host: str) -> socket.socket | None:
         """Count an accepted socket, and evict another connection if needed.
 
-        Return the counted socket. Return None if the socket was closed, because there are already `SPARE`
-        connections above the limit.
+        Return the counted socket. If there are already `SPARE` connections above the limit, close the socket
+        and return None.
         """
         key = address_key(host)
         refusal = longest = None

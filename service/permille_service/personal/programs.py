@@ -1,4 +1,4 @@
-"""Service, operator's commands and device's commands as child processes.
+"""Run the service, the operator's commands and the device's commands as child processes.
 
 All programs work below one folder: `cloud` holds the data of the service, and `device` (or another name)
 is the home of the agent. Each child runs in its own session and ends with its parent. Ctrl-C therefore
@@ -34,7 +34,7 @@ AGENT = ("-m", "permille_agent")
 
 
 def _silent(_: str) -> None:
-    """Ignore the command."""
+    """Ignore the text of a command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,8 +50,8 @@ class Sizes:
     """Sizes of a model that decide the needs of a job.
 
     They are counts of weights and layers, the widths that decide the size of activations, and the highest
-    rank of each kind of adapter. At this rank, an adapter is at most as large as the smallest linear layer in
-    scope.
+    rank of each kind of adapter. Up to this rank, the adapter of each linear layer in scope is at most as
+    large as the layer.
     """
 
     parameters: int
