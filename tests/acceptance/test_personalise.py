@@ -81,7 +81,7 @@ def test_a_killed_command_goes_on_to_the_same_model(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     there, once = whole
-    assert once["outcome"] == "adopted"
+    assert once["is_new"]
     assert once["loss_personal"] < once["loss_base"]
 
     options = _options(tmp_path, "killed")
@@ -107,7 +107,7 @@ def test_a_killed_command_goes_on_to_the_same_model(
         _until_none_lives(work)
     again = _answer(options)
 
-    same = ("run", "outcome", "loss_base", "loss_personal", "general_loss_personal")
+    same = ("run", "is_new", "loss_base", "loss_personal", "general_loss_personal")
     assert {name: again[name] for name in same} == {name: once[name] for name in same}
     assert (tmp_path / "killed.gguf").read_bytes() == (there / "whole.gguf").read_bytes()
     assert Path(again["page"]).is_file()
@@ -192,7 +192,20 @@ def test_too_little_text_is_refused_and_the_package_is_kept(
     assert "There is too little text" in " ".join(done.stdout.split())
     assert not (tmp_path / "little.gguf").exists()
 
-    other = _options(tmp_path, "little")
+    # If a training is not adopted, the earlier model is written, with its losses and its page.
+    again = _options(tmp_path, "little")
+    again[again.index("40")] = "1"
+    kept = _answer(again)
+    once = whole[1]
+    assert not kept["is_new"]
+    assert {name: kept[name] for name in ("run", "loss_personal")} == {
+        name: once[name] for name in ("run", "loss_personal")
+    }
+    assert once["run"] in kept["page"]
+    assert (tmp_path / "little.gguf").read_bytes() == (whole[0] / "whole.gguf").read_bytes()
+
+    other = _options(tmp_path, "other")
+    other[other.index(str(tmp_path / "other"))] = str(tmp_path / "little")
     other[other.index("0.005")] = "0.01"
     refused = _run(other)
     assert refused.returncode == REFUSED

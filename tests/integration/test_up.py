@@ -99,6 +99,14 @@ def test_open_bind_without_tls_is_wrong_usage(tmp_path: Path) -> None:
     assert "tls" in done.stderr
 
 
+@pytest.mark.parametrize("flag", ["--model-root", "--corpus-root"])
+def test_a_root_that_is_no_folder_is_refused_and_not_made(tmp_path: Path, flag: str) -> None:
+    refused = permille_up("--data-dir", str(tmp_path / "data"), flag, str(tmp_path / "mdoels"))
+    assert refused.returncode == 2
+    assert f"{flag}: there is no folder" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_up_takes_host_and_port_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ from permille_agent.state.models import (
 from permille_agent.training.decision import Decision
 from permille_agent.training.outcome import RunOutcome, outcome_words
 from permille_agent.training.progress import read_progress
-from permille_agent.training.run import BegunRun, list_runs
+from permille_agent.training.run import BegunRun, RunFolder, list_runs
 
 Found = TypeVar("Found")
 
@@ -50,6 +50,8 @@ class Status:
         self.active = active = self._read(lambda: active_model(home), None)
         self.pooled = active is not None and self._read(lambda: carries_pooled(home, active.package), False)
         self.active_trains = self._trains(active.package if active else None)
+        in_use = RunFolder(home.runs / active.run) if active and active.run else None
+        self.active_outcome = self._read(lambda: in_use.load("outcome", RunOutcome) if in_use else None, None)
         self.trains = self._trains(release.manifest_digest if release else None)
         self.data: tuple[Path, ...] = self._read(lambda: read_references(home), ())
         self.consent = self._read(lambda: read_consent(home), Consent())
@@ -105,6 +107,7 @@ class Status:
                 "personal": active.run is not None,
                 "pooled": active.run is None and self.pooled,
                 "trains": self.active_trains,
+                "metrics": self.active_outcome and as_json(self.active_outcome.metrics),
             },
             "data": [str(path) for path in self.data],
             "share_log": self.consent.share_log,

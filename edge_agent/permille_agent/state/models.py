@@ -91,8 +91,9 @@ class Current:
 
 def nothing_installed(home: Home) -> str:
     """Return the error message for a home folder without a package."""
+    command = "pull" if home.enrolment.exists() else "enroll"
     return (
-        f"No package is installed in {home.root}. Run `permille-agent pull`. For a model that `permille "
+        f"No package is installed in {home.root}. Run `permille-agent {command}`. For a model that `permille "
         "personalise` made, give the --home that it printed."
     )
 

@@ -149,10 +149,10 @@ def roll_back(
     )
     chosen = next(older, None)
     if chosen is None:
-        below = f"version {to}" if to is not None else f"version below {min(same)} that was not yanked"
-        hint = "" if to is not None else "Name a version with --to. "
+        wanted = f"version {to}" if to is not None else "older version with another package"
+        hint = "" if to is not None else "Yanked versions do not count. Name any version with --to. "
         raise CommandError(
-            f"There is no {below} of {name!r}. {hint}See `permille releases list {name}`.", Exit.NOT_FOUND
+            f"{name!r} has no {wanted}. {hint}See `permille releases list {name}`.", Exit.NOT_FOUND
         )
     if chosen["yanked"] and not yanked:
         raise CommandError(

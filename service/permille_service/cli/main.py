@@ -160,6 +160,9 @@ def start(
     from permille_service.settings import load
 
     folder = data_dir or context.ensure_object(Place).folder
+    for flag, root in (("--model-root", model_root), ("--corpus-root", corpus_root)):
+        if root is not None and not root.is_dir():
+            raise CommandError(f"{flag}: there is no folder {root}. Make it first.", Exit.USAGE)
     given = {
         "host": host,
         "port": port,

@@ -194,17 +194,18 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
             _install(request, programs, say, quiet=quiet)
         say("2. Training on your text. Ctrl-C stops. The same command continues.")
         is_new = _train(request, programs, quiet=quiet)
-        answer = _last_result(programs.agent("status"))
+        status = programs.agent("status")
         if not is_new:
-            loss = answer["loss_personal"]
+            loss = status["last_run"]["metrics"]["loss_personal"]
             say(
                 f"   This training ({loss:.3f}) was not surely better than the model that an earlier "
                 "training on this text made. The result is that earlier model."
             )
         say(f"3. Writing {request.out}")
         _export(request, programs, say)
-        page = programs.agent("show")["page"]
-    for line in _summary(answer) if is_new else ():
+        answer = {"is_new": is_new, **_result(status)}
+        page = programs.agent("show", answer["run"])["page"]
+    for line in _summary(answer):
         say(line)
     say(f"   what changed, as a page for any browser: {page}")
     say(f"   the model is personal data: {request.out}")
@@ -240,6 +241,8 @@ def _check_folder(folder: Path) -> None:
 
     if folder.is_file():
         raise CommandError(f"{folder} is a file. Name a GGUF file with --gguf.", Exit.REFUSED)
+    if not folder.exists():
+        raise CommandError(f"There is no folder {folder}. Name a folder of transformers.", Exit.REFUSED)
     if not (folder / "config.json").is_file():
         raise CommandError(
             f"{folder} is no model: it has no config.json. Name a folder that transformers saved.",
@@ -408,8 +411,11 @@ def _install(request: Request, programs: Programs, say: Callable[[str], None], *
     A device without a package holds no data, so it is removed and enrols again.
     """
     models, texts = request.work / "models", request.work / "texts"
+    from permille.models.gguf.folder import FOLDERS  # imports numpy
+
     source = _linked(request.model, models / ("model.gguf" if request.model.is_file() else "model"))
     flag = "--gguf" if request.model.is_file() else "--folder"
+    texts.mkdir(exist_ok=True)
     with programs.service(models=models, corpora=texts) as url:
         # Use idempotency keys, so that a second run of a killed command gets the same objects.
         programs.permille("models", "add", "model", flag, source.name, "--idempotency-key", "model")
@@ -422,6 +428,8 @@ def _install(request: Request, programs: Programs, say: Callable[[str], None], *
         programs.agent("enroll", url, invitation)
         pulled = programs.agent("pull")
         say(f"   package of {pulled['package_bytes'] / 1e6:.1f} MB")
+    # Only the build reads the copy in float32, which is several times as large as a GGUF file.
+    shutil.rmtree(models / FOLDERS, ignore_errors=True)
 
 
 def _build(request: Request, programs: Programs, *, quiet: bool) -> None:
@@ -440,7 +448,6 @@ def _build(request: Request, programs: Programs, *, quiet: bool) -> None:
 
 def _add_corpus(request: Request, programs: Programs, texts: Path) -> str:
     """Register the public text if none is registered. Return a description of it."""
-    texts.mkdir(exist_ok=True)
     known = programs.permille("corpora", "list")
     if known:
         return "the same text as before"
@@ -571,13 +578,12 @@ def _can_chat(model: Path) -> bool:
     return read.template is not None
 
 
-def _last_result(status: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of the last run from the device's status."""
-    last = status["last_run"]
-    metrics = last["metrics"]
+def _result(status: dict[str, Any]) -> dict[str, Any]:
+    """Return the run of the model in use, and its losses, from the device's status."""
+    # Not of the last run, which may have been rejected.
+    active = status["active"]
     names = ("loss_base", "loss_personal", "general_loss_base", "general_loss_personal", "personal_bytes")
-    named = {"run": last["run"], "outcome": last["outcome"], "exported_run": status["active"]["run"]}
-    return {**named, **{name: metrics.get(name) for name in names}}
+    return {"run": active["run"], **{name: active["metrics"].get(name) for name in names}}
 
 
 def agent_line(home: Path, command: str) -> str:

@@ -94,7 +94,13 @@ def test_enroll_pull_status_tell_what_they_did(
     assert set(told) == {"server", "device_id", "name", "release", "alias", "root"}
     trains = {"package": package.digest, "trains": f"{package.k} weights over nf4"}
     assert document["release"] == {"name": "tiny-llama", "version": 1, **trains}
-    assert document["active"] == {**trains, "run": None, "personal": False, "pooled": False}
+    assert document["active"] == {
+        **trains,
+        "run": None,
+        "personal": False,
+        "pooled": False,
+        "metrics": None,
+    }
     assert document["reports"] == {"pending": 0, "refused": [], "uploaded_logs": []}
     shown = agent("status").output
     for text in (service.url, "tiny-llama (stable)", "version 1", "the base model", "none yet", "0 waiting"):

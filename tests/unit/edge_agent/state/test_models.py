@@ -39,7 +39,7 @@ def test_before_the_first_pull_nothing_is_active(tmp_path: Path) -> None:
     home = open_home(tmp_path / "empty")
     assert active_model(home) is None
     assert referenced_models(home) == ()
-    with pytest.raises(InputError, match="permille-agent pull"):
+    with pytest.raises(InputError, match="permille-agent enroll"):
         reset(home)
 
 
