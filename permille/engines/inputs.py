@@ -34,7 +34,7 @@ def check_values(values_VK: NDArray[np.float32], limits: ModelLimits) -> None:
     """Check the values of several variants. NaN and infinite values pass, and lead to NaN or infinite losses.
 
     Raises:
-        InputError: the array is not float32 [v, k], or it holds no variant.
+        InputError: the array is not float32 [variants, k], or it holds no variant.
     """
     if values_VK.dtype != np.float32 or values_VK.ndim != 2 or values_VK.shape[1] != limits.k:
         raise InputError(

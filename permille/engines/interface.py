@@ -64,7 +64,7 @@ class Engine(LossEngine, Protocol):
             list(engine.generate(package.values(), prompt_ids, TokenSampling(max_new_tokens=20)))
 
         Args:
-            values_K: float32 [k].
+            values_K: float32 [K].
             prompt_ids: int64 [T], at least one id.
             sampling: the settings.
 

@@ -137,7 +137,7 @@ class TorchEngine:
         )
 
     def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
-        """Return the mean loss over the batch's targets for each variant, float32 [v]."""
+        """Return the mean loss over the batch's targets for each variant, float32 [V]."""
         check_values(values_VK, self._limits)
         losses_VL = self._token_losses(values_VK, check_batch(batch, self._limits, soft=True))
         # NaN and infinite losses are valid results, so numpy must not warn of them.
@@ -168,8 +168,8 @@ class TorchEngine:
                 state = run.through(layers)
                 loss = self._losses_of(rows, state).double().sum()
                 (gradient_1K,) = torch.autograd.grad(loss, values_1K)
-                # `run` has counted the first forward pass. The other two cover only the layers from the
-                # lowest masked one on.
+                # `run` has counted the first forward pass. The second forward pass and the reverse pass cover
+                # only the layers from the lowest masked one on.
                 above = (REVERSE_PASSES - 1) * (layers - lowest) * len(rows.ids_BT)
                 self._layer_passes += run.layer_passes + above
                 loss_sum += float(loss.detach())

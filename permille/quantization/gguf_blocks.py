@@ -6,8 +6,8 @@
 
 `d` and `m` are float16 of either sign, so `d * q` is exact in float32 and a weight is rounded at most once.
 A block of a file holds `d`, then `m` (Q4_1 only), then the codes. In a block of four-bit codes, the low
-halves of the 16 bytes are codes 0 to 15, and the high halves are codes 16 to 31. In a package, neighbours
-share a byte instead, as in all schemes of four bits.
+halves of the 16 bytes are codes 0 to 15, and the high halves are codes 16 to 31. In a package, two
+neighbouring codes share a byte instead, as in all schemes of four bits.
 
 Shapes: N = rows, K = columns, G = K / 32, R = bytes of a row, B = blocks, S = 32 weights of a block,
 P = bytes of a block or of its codes, H = float16 numbers at the start of a block (`d`, and `m` for Q4_1).

@@ -2,9 +2,10 @@
 
     scale = absmax(group) / M        code = clip(rint(w / scale), -M, M)        w' = code * scale
 
-with M = 7 or 127. All computations are in float32, and rint rounds half to even. int4 stores code + 8. Only
-calibrated codes (`rounding`) use -8. If K is not a multiple of the group size, the last group of a row is
-shorter. If the scale of a group underflows to 0, all weights of the group become 0.
+with M = 7 or 127. All computations are in float32, and rint rounds half to even. An int4 code c is stored as
+c + 8. This module makes codes from -7 to 7. Only `permille.quantization.rounding`, which calibrates on text,
+also makes the code -8. If K is not a multiple of the group size, the last group of a row is shorter. If the
+scale of a group underflows to 0, all weights of the group become 0.
 
 int8 is the weight-only form of LLM.int8 (Dettmers et al., 2022) and of torchao's `Int8WeightOnlyConfig`,
 which have one scale for each row. Groups of 128 cost a quarter of a bit more per weight. They halve the

@@ -16,7 +16,8 @@ from permille.quantization.types import QuantizedTensor, Scheme
 
 BLOCK_SIZE = 64
 
-# The table of bitsandbytes. Its last digits differ from what bitsandbytes' own formula gives today.
+# The table of bitsandbytes. It is written out, because bitsandbytes' own formula gives other last digits
+# today.
 NF4_CODES: NDArray[np.float32] = np.array(
     [
         -1.0,

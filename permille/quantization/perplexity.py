@@ -151,7 +151,8 @@ def _mean(total: float, sequences_NT: NDArray[np.int64]) -> Perplexity:
 
 
 def _exponential(loss: float) -> float:
-    # The exponential of a loss above 709 overflows. No useful model has a loss of that size.
+    # The exponential of a loss above 709 overflows, so a loss above 700 counts as 700. No useful model has
+    # such a loss.
     return math.exp(min(loss, 700.0))
 
 

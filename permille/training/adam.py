@@ -29,7 +29,8 @@ from permille.zo.lattice import STATE_LIMIT
 from permille.zo.records import StepFlag, StepRecord
 
 # The constants of `learning_rate`. A model of 135 million weights was also trained at 15 times the rate that
-# `learning_rate` returns. That training diverged, and even its lowest loss was higher.
+# `learning_rate` returns. That training diverged, and even its lowest loss was above the final loss at the
+# returned rate.
 RATE = 0.3
 FULL_RATE_WEIGHTS = 6000
 ADAPTER_RATE = 0.12
@@ -209,7 +210,7 @@ def adam_step(
 def _adam(
     moments: Moments, gradient_K: NDArray[np.float32], rate: float
 ) -> tuple[Moments, NDArray[np.float64]]:
-    """Return the moments after a gradient, and the change of the weights, float64 [k]."""
+    """Return the moments after a gradient, and the change of the weights, float64 [K]."""
     b1, b2 = (np.float32(beta) for beta in _BETAS)
     taken = moments.taken + 1
     m_K = b1 * moments.m_K + (1 - b1) * gradient_K

@@ -96,7 +96,7 @@ def pool(
     Args:
         engine: an engine with a reverse pass.
         package: the package of the engine.
-        rows_NT: int64 [n, t] token ids, whole rows, in the order of the corpus.
+        rows_NT: int64 [N, T] token ids, whole rows, in the order of the corpus.
         plan: the options.
         checkpoint: a file for continuing. An interruption costs at most `STEPS_A_CHECKPOINT` steps.
         progress: called after each step. An exception stops the work.
@@ -220,7 +220,7 @@ def _batch(rows_BT: NDArray[np.int64]) -> Batch:
 def _losses(
     engine: GradientEngine, values_K: NDArray[np.float32], rows_NT: NDArray[np.int64], batch_rows: int
 ) -> NDArray[np.float64]:
-    """Return the mean loss of each row, float64 [n]."""
+    """Return the mean loss of each row, float64 [N]."""
     parts = [
         engine.token_losses(values_K, _batch(rows_NT[first : first + batch_rows]))
         for first in range(0, len(rows_NT), batch_rows)

@@ -172,6 +172,8 @@ def make_reference(
 
 @dataclass(frozen=True, slots=True)
 class _Row:
+    """A row of the reference. `begin` is the position of its first target."""
+
     ids_T: NDArray[np.int64]
     begin: int
     chat: bool

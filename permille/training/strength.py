@@ -44,7 +44,7 @@ def scaled(s_K: NDArray[np.int64], eighths: int) -> NDArray[np.int64]:
         scaled(np.array([12, -4, 3]), 4)  # 6, -2, 2: 1.5 is a tie, and 2 is even
 
     Args:
-        s_K: the state, within 2**53 so that eight times it is exact.
+        s_K: the state. States stay within 2**53 (FORMAT 7.3), so eight times a state fits into int64.
         eighths: the strength, 1 to 8.
 
     Raises:

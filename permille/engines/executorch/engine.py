@@ -107,7 +107,7 @@ class ExecutorchEngine:
         )
 
     def losses(self, values_VK: Array, batch: Batch) -> Array:
-        """Return the mean loss over the batch's targets for each variant, float32 [v]."""
+        """Return the mean loss over the batch's targets for each variant, float32 [V]."""
         check_values(values_VK, self._limits)
         batch = check_batch(batch, self._limits)
         # Losses start at the second token, because the first token has no earlier token to predict it.
@@ -131,7 +131,7 @@ class ExecutorchEngine:
         prompt_ids: NDArray[np.int64],  # noqa: ARG002
         sampling: TokenSampling,  # noqa: ARG002
     ) -> Iterator[int]:
-        """Refuse to generate text, because a program computes losses of rows.
+        """Refuse to generate text, because a program computes only losses.
 
         Raises:
             InputError: always.

@@ -247,7 +247,7 @@ def _lower(exported: torch.export.ExportedProgram, constants: Mapping[str, Tenso
     lowered = to_edge_transform_and_lower(
         exported,
         partitioner=[XnnpackPartitioner()],
-        # Skip the check for torch's core operators, because `sparse_add` is not one of them.
+        # Skip the check that every operator is one of torch's core operators, because `sparse_add` is not.
         compile_config=EdgeCompileConfig(_check_ir_validity=False),
         constant_methods=dict(constants),
     )

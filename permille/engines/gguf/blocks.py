@@ -16,11 +16,12 @@ Of several candidates for the scale, the one with the smallest error is chosen:
 
     error = sum of the other weights' squared errors + WEIGHT * sum of the masked values' squared errors
 
-For scheme `source`, a block is changed only if a value differs from its decoded code. An export of untrained
-values has the bytes of the source. At a density of 0.001, three blocks in a hundred are changed.
+For scheme `source`, a block is changed only if a value differs from its decoded code. So an export of
+untrained values has the bytes of the source. At a density of 0.001, training changes three blocks in a
+hundred.
 
 # Legend: N, K = rows and columns; B = blocks of 32; S = 32; C = candidates for a block's scale;
-P = bytes of a block's codes; R = bytes of a row.
+P = bytes of a block's codes; R = bytes of a row. A grid is the scale and the minimum of a block (`grid_B2`).
 """
 
 from collections.abc import Iterator
@@ -266,8 +267,9 @@ def _candidates(
     """Return candidate scales in float16, [B, C].
 
     The candidates are the block's own scale, the scale for its largest weight, and `v / n` for the masked
-    values v. For Q4_0, n takes every value of `q - 8` except 0. For Q8_0, n takes the largest value that
-    keeps all weights in range, and the three values below it.
+    values v. For Q4_0, n is every integer from -8 to 7 except 0. For Q8_0, v is taken without its sign. Then
+    n is the largest integer for which all weights of the block stay in range, and the three integers below
+    it.
     """
     largest_B = np.abs(weight_BS).max(axis=1) / np.float32(_limits(kind)[1])
     found = [scale_B, largest_B]
@@ -312,7 +314,7 @@ def _aimed_at(
 ) -> Iterator[NDArray[np.float32]]:
     """Yield the largest masked value of each block, then the second largest, and so on, float32 [B].
 
-    If a block has fewer masked values, its place has the number of `otherwise_B`.
+    A block that has no further masked value gets its number of `otherwise_B` instead.
     """
     row = np.arange(len(weight_BS))
     # The keys of masked values are at most 0, so all other weights come after them.

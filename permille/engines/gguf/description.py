@@ -35,7 +35,9 @@ class Description:
     Attributes:
         positions: the length of the longest sequence. llama.cpp ignores the attention windows of some
             families. For these, the smallest window is the longest sequence that gives the same results.
-        rope_factor_E: the numbers of the tensor `ROPE_FACTORS`, float32 [rotated / 2], or None.
+        rope_theta: the base of the rotary frequencies.
+        rope_factor_E: a divisor for each rotary frequency (the tensor `ROPE_FACTORS`), float32, or None.
+        rope_linear: the factor of linear scaling, by which all rotary frequencies are divided.
     """
 
     arch: MODEL_ARCH

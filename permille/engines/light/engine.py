@@ -53,8 +53,8 @@ Array = NDArray[np.float32]
 # 1024 tokens of a 1.1B model, the peak memory is the size of the package plus about 120 MB, libraries
 # included. With 2048 tokens, the peak is the package plus about 160 MB, and a pass is a few percent faster.
 DEFAULT_MAX_TOKENS = 1024
-# Matrix products of fewer tokens than this are slow. If there are many variants, the engine runs fewer of
-# them at a time, so that a product has this many tokens.
+# Matrix products of fewer tokens than this are slow. If there are many variants, the engine runs fewer
+# variants at a time, so that a product has this many tokens.
 _FEW_TOKENS = 256
 # Memory for hidden states below the first masked layer. It suffices for 128 sequences of 256 tokens of a 1.1B
 # model. It is used only if the lowest layer is not masked.
@@ -130,7 +130,7 @@ class LightEngine:
         return self._layer_passes
 
     def losses(self, values_VK: Array, batch: Batch) -> Array:
-        """Return the mean loss over the batch's targets for each variant, float32 [v]."""
+        """Return the mean loss over the batch's targets for each variant, float32 [V]."""
         check_values(values_VK, self._model.limits)
         token_losses_VR = self._token_losses(values_VK, check_batch(batch, self._model.limits, soft=True))
         # NaN and infinite losses are valid results, so numpy must not warn of them.
@@ -150,7 +150,7 @@ class LightEngine:
         """Return the most probable tokens at each target of a batch, and their probabilities.
 
         Args:
-            values_K: float32 [k].
+            values_K: float32 [K].
             batch: the batch.
             number: how many tokens to return for each target.
         """
@@ -206,7 +206,7 @@ class LightEngine:
         return generate_tokens(next_logits, prompt_ids.copy(), sampling, room)
 
     def _token_losses(self, values_VK: Array, batch: Batch) -> Array:
-        """Return the losses [v, R] of a checked batch, computed in parts of at most `max_tokens`."""
+        """Return the losses [V, R] of a checked batch, computed in parts of at most `max_tokens`."""
         rows = max(self._max_tokens // len(values_VK), min(_FEW_TOKENS, self._max_tokens))
         with self._lock, np.errstate(all="ignore"):
             return np.concatenate(
@@ -214,7 +214,7 @@ class LightEngine:
             )
 
     def _part_losses(self, values_VK: Array, joined: JoinedSequences) -> Array:
-        """Return the losses [v, R], in as many forward passes as the bound on tokens requires."""
+        """Return the losses [V, R], in as many forward passes as the bound on tokens requires."""
         found_VR = np.empty((len(values_VK), len(joined.target_R)), np.float32)
         for groups, states_GRH in self._states(values_VK, joined):
             losses_N = self._model.head.losses(
@@ -228,7 +228,7 @@ class LightEngine:
         return found_VR
 
     def _states(self, values_VK: Array, joined: JoinedSequences) -> Iterator[tuple[Groups, Array]]:
-        """Yield groups of variants with the same values, each with the states before the targets, [g, R, H].
+        """Yield groups of variants with the same values, each with the states before the targets, [G, R, H].
 
         The results of a variant do not depend on how many variants go through a layer together.
         """
@@ -270,7 +270,7 @@ class LightEngine:
         return states_MH
 
     def _before_targets(self, x_GMH: Array, joined: JoinedSequences) -> Array:
-        """Return the hidden states [g, R, H] of the tokens before the targets, in the buffer "normed"."""
+        """Return the hidden states [G, R, H] of the tokens before the targets, in the buffer "normed"."""
         # With mode="raise", `take` would buffer the output. Our indices are valid, so "clip" changes none.
         shape = (len(x_GMH), len(joined.state_R), x_GMH.shape[2])
         return np.take(x_GMH, joined.state_R, axis=1, out=self._workspace.take("normed", shape), mode="clip")

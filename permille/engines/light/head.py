@@ -119,7 +119,10 @@ class LightHead:
     """Logits, losses, and their gradients with respect to hidden states."""
 
     def __init__(self, tools: Tools, table: StoredMatrix, softcap: float | None) -> None:
-        """With a `softcap` of c, logits are `c * tanh(logits / c)` (Gemma 2). None changes nothing."""
+        """Keep the table of the head, and its soft cap.
+
+        With a `softcap` of c, logits are `c * tanh(logits / c)` (Gemma 2). With None, they stay as they are.
+        """
         self._tools = tools
         self._table = table
         self._softcap = softcap

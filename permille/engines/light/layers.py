@@ -5,7 +5,7 @@ up to rounding. Each function works on some rows and writes to an array of the c
 the rows among themselves.
 
 # Legend: M tokens, H width, T tokens of one sequence, S tokens that they attend to (the T tokens are the last
-of these), A heads, B key-value heads, D numbers of a head, E = rotated / 2.
+of these), A heads, B key-value heads, D numbers of a head, 2 E rotated numbers of a head.
 """
 
 import math
@@ -127,7 +127,8 @@ def rotate(x_MAD: Array, cosine_ME: Array, sine_ME: Array) -> None:
 class AttentionScores(NamedTuple):
     """Settings of attention scores `cap tanh(scale q k / cap)`.
 
-    `window` is the largest number of tokens that a token attends to, itself included.
+    Without a `cap`, the scores are `scale q k`. `window` is the largest number of tokens that a token attends
+    to, itself included.
     """
 
     scale: float

@@ -105,7 +105,7 @@ class LossPass:
         self._tools.threads.each(work, tasks)
 
     def set_values(self, values_GK: Array) -> None:
-        """Set the values of each group, [g, k], for the following calls."""
+        """Set the values of each group, [G, K], for the following calls."""
         self._values_GK = values_GK
 
     def norm(self, norm: Norm, x_GMH: Array, out_GMH: Array) -> None:

@@ -47,11 +47,12 @@ from permille.models.descriptions import BlockKind, NormKind
 
 Array = NDArray[np.float32]
 
-# Memory for the tokens of one part. It sets the number of tokens of a part. Products get faster with more
-# tokens, up to a few hundred.
+# A batch runs in parts, and the tokens of a part go through the layers together. A part has as many tokens as
+# fit into this memory. Products get faster with more tokens, up to a few hundred.
 _PART_BYTES = 56 << 20
 _FEWEST_TOKENS = 64
-# How many numbers a pointwise task covers. They fit into the processor's caches.
+# How many array elements a thread's task covers in pointwise operations. So many fit into the processor's
+# caches.
 _NUMBERS = 1 << 17
 # The largest number of attention scores, and the largest number of products of tokens and masked weights,
 # that are in memory at a time (for each thread).
@@ -129,7 +130,7 @@ class _Attended:
 
     @property
     def out(self) -> Array:
-        """Return [M, A]: all heads of a token side by side."""
+        """Return [M, A * D]: the outputs of all heads of a token, side by side."""
         return self.heads.out.reshape(len(self.x_MH), -1)
 
 
@@ -362,9 +363,10 @@ class Heads:
 
 
 def norm_back(norm: Norm, x_MH: Array, d_out_MH: Array, d_x_MH: Array) -> None:
-    """Set `d_x = r (g - n mean(n g))`, with `g = w d_out`, and with n and r from `standardized`.
+    """Set `d_x = r (g - n mean(n g))`, where `g = w d_out`, and w is the weight of the norm.
 
-    For LAYER, `mean(g)` is first subtracted from g.
+    Here, `r = 1 / sqrt(mean(x^2) + epsilon)` and `n = x r`. For LAYER, `mean(x)` is first subtracted from x,
+    and `mean(g)` from g.
     """
     scaled_MH, r_M1 = standardized(norm.kind, x_MH, norm.epsilon)
     # Compute g in a new array, because `d_x` may share memory with x or with `d_out`.
@@ -396,7 +398,8 @@ def attention_back(scores: AttentionScores, heads: Heads, d: Heads) -> None:
     """Compute `d.q`, `d.k` and `d.v` from `d.out` of one sequence.
 
     `d_v = P^T d_out`, `d_s = scale slope P (d_out v^T - sum(d_out out))`, `d_q = d_s k`, `d_k = d_s^T q`.
-    Here, P is the output of the softmax, and `slope` is the derivative of the soft cap (1 without a cap).
+    Here, `s = q k^T`, P is the output of the softmax, and `slope` is the derivative of the soft cap (1
+    without a cap).
     """
     tokens, kv_heads = heads.k.shape[:2]
     group = heads.q.shape[1] // kv_heads

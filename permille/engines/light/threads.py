@@ -1,7 +1,7 @@
 """Threads whose results do not depend on their timing.
 
 Each task writes to its own memory and computes in a single thread. So a result does not depend on the order
-of the tasks. It depends only on how the work is divided into tasks. That follows from the shapes and the
+of the tasks. It depends only on the division of the work into tasks, which follows from the shapes and the
 number of threads.
 """
 
