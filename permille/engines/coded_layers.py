@@ -126,7 +126,7 @@ class CodedWeight(nn.Module):
         return torch.stack([pairs >> 4, pairs & 15], dim=1).view(-1)[first % 2 :][: last - first]
 
     def _spread(self, heads: Tensor, first: int, last: int, rows: slice) -> Tensor:
-        """Repeat the scale or minimum of a group for each of its codes."""
+        """Repeat the number of each group in `heads` (scales or minima) for each code of the group."""
         if self._scheme is Scheme.NF4:  # groups run along the flat matrix, not along rows
             begin = first // self._group
             part = heads.view(-1)[begin : -(-last // self._group)].repeat_interleave(self._group)

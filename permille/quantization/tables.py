@@ -45,7 +45,8 @@ def code_table(table: RawTensor) -> RawTensor:
             scale_B1 = np.abs(w_BS).max(axis=1, keepdims=True) / np.float32(127)
             # FORMAT 4.3: multiply by the reciprocal, as llama.cpp does. A division would change some codes.
             inverse_B1 = np.where(scale_B1 == 0, np.float32(0), np.float32(1) / scale_B1)
-            # A decoder multiplies by this rounded scale. llama.cpp accepts the difference, and so do we.
+            # A decoder multiplies by this rounded scale, so decoded weights are slightly off. llama.cpp
+            # accepts that, and so do we.
             half_B1 = scale_B1.astype("<f2")
             if not np.isfinite(half_B1).all():
                 raise InputError(

@@ -29,7 +29,7 @@ from permille.zo.lattice import STATE_LIMIT
 from permille.zo.records import StepFlag, StepRecord
 
 # The constants of `learning_rate`. A model of 135 million weights was also trained at 15 times the rate that
-# `learning_rate` returns. That training diverged, and even its lowest loss was above the final loss at the
+# `learning_rate` returns. That training diverged, and before that, its loss never got as low as at the
 # returned rate.
 RATE = 0.3
 FULL_RATE_WEIGHTS = 6000

@@ -32,7 +32,7 @@ from permille.zo.estimators import Batch, SoftTargets
 
 ROWS_A_STEP = 2
 TEXT_TOKENS = 64
-TEXT_ROWS = 32  # the first half pulls, the second half measures
+TEXT_ROWS = 32  # rows of public text: the first half pulls, the second half measures
 # The seed for sampling the reference's texts. Masks sample their texts with smaller seeds, so the two share
 # few sequences. A shared sequence does no harm.
 REFERENCE_SEED = 1 << 32
@@ -92,7 +92,7 @@ class Reference:
         """
         rows = self.rows
         kinds = [np.flatnonzero(rows.pulls_N & (rows.chat_N == chat)) for chat in (False, True)]
-        # Without a chat template, both rows of a step are text.
+        # Without a chat template, both rows of a step are text. Without public text, both are chat turns.
         present = [kind for kind in kinds if len(kind)]
         chosen = []
         for place in range(ROWS_A_STEP):

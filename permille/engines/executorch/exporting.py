@@ -54,7 +54,7 @@ MAX_TOKENS = 512
 """The largest number of tokens that `model.pte` takes, if the model's positions set no lower limit. The
 program reserves memory for this many tokens."""
 BITS = {ProgramWeights.FLOAT32: 32, ProgramWeights.INT4: 8}
-"""Bits of the inputs of linear layers, by the weights of the program."""
+"""Number of bits of a linear layer's inputs, for each kind of weights of a program."""
 
 
 def export_program(

@@ -20,7 +20,7 @@ from permille.models.gguf.config import ARCHITECTURES, PATTERNS, UNROTATED, adds
 
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
 _SCALED_BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
-"""The 27B models, by family and number of layers. llama.cpp recognises them in this way, too.
+"""The 27B models, by family and number of layers. llama.cpp recognises them by the same two properties.
 
 llama.cpp scales their attention scores by `(hidden size / heads) ** -0.5`.
 """

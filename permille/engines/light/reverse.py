@@ -1,12 +1,12 @@
 """The reverse pass: a loss and the gradient of the masked weights alone, in float32.
 
-The forward pass keeps the input of each decoder layer. Then each layer, from the last to the first
-masked one, is computed again and differentiated ("Training deep nets with sublinear memory cost",
-section 3, with a layer as a segment). At any time, memory holds one hidden vector for each token and layer,
-the intermediate results of one layer, a tile of a weight and a block of logits. Weights are decoded only tile
-by tile.
+From the first masked layer on, the forward pass keeps the input of each decoder layer. Then each layer, from
+the last to the first masked one, is computed again and differentiated ("Training deep nets with sublinear
+memory cost", section 3, with a layer as a segment). At any time, memory holds one hidden vector for each
+token and layer, the intermediate results of one layer, a tile of a weight and a block of logits. Weights are
+decoded only tile by tile.
 
-    gradient of weight (n, m) = sum over tokens of d_out[n] x[m]          for the masked (n, m) only
+    gradient of weight (n, k) = sum over tokens of d_out[n] x[k]          for the masked (n, k) only
 
 `d_x` is the gradient of the loss with respect to x. No gradient of a whole weight matrix is computed.
 
@@ -112,7 +112,7 @@ class ReversePass:
         d_RH = d_RE if project_EH is None else d_RE @ project_EH
         run.norm_back(model.final_norm, states_RH, d_RH, d_RH)
         x_MH[...] = 0
-        x_MH[joined.state_R] = d_RH  # each token stands before at most one target
+        x_MH[joined.state_R] = d_RH  # a token stands before at most one target, so nothing adds up here
         # Sum in float64, so that the division of a batch into parts hardly changes the loss.
         return float(loss_R.sum(dtype=np.float64))
 
@@ -138,7 +138,7 @@ class _Attended:
 class _Fed:
     """Intermediate results of the feed-forward part: input, gate, up, and `inner = a(gate) up`.
 
-    `gate_MI` is None for a layer without a gate.
+    Here, a is the activation function. `gate_MI` is None for a layer without a gate.
     """
 
     x_MH: Array
@@ -267,7 +267,7 @@ class LayerReverse(LossPass):
         kind = self._architecture.activation
 
         def rows(part: slice) -> None:
-            # Copy the input of the activation. It works in place, and its derivative needs the input.
+            # Copy the input of the activation, which works in place. Its derivative needs the input.
             np.copyto(inner[0, part], (gate[0] if gate else up)[0, part])
             inner[0, part] = activate(kind, inner[0, part])
             if gate:
@@ -381,8 +381,8 @@ def norm_back(norm: Norm, x_MH: Array, d_out_MH: Array, d_x_MH: Array) -> None:
 def feed_forward_back(kind: Activation, gate_MI: Array | None, up_MI: Array, d_inner_MI: Array) -> None:
     """Replace gate and up by the gradients at gate and up, given the gradient at `a(gate) up`.
 
-    Without a gate, replace up by the gradient at up, given the gradient at `a(up)`. `d_inner_MI`, the given
-    gradient, may be overwritten.
+    Here, a is the activation function. Without a gate, replace up by the gradient at up, given the gradient
+    at `a(up)`. `d_inner_MI`, the given gradient, may be overwritten.
     """
     if gate_MI is None:
         np.multiply(slope(kind, up_MI), d_inner_MI, out=up_MI)
