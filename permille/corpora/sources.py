@@ -107,10 +107,11 @@ def file_texts(path: Path, report: ReadReport) -> Iterator[str]:
 
 
 def check_head(path: Path) -> None:
-    """Check that the first rows of a file fit its name. Read at most `HEAD_BYTES`.
+    """Check that the first rows of a file fit the ending of its name. Read at most `HEAD_BYTES`.
 
     Raises:
-        InputError: the name has another ending, the file is damaged or not UTF-8, or rows have no text.
+        InputError: the name has another ending, the file cannot be read, too many rows are broken, or there
+            is no text.
     """
     if not path.name.endswith(SUFFIXES):
         raise InputError(f"The name of {path.name!r:.200} must end with one of {', '.join(SUFFIXES)}.")

@@ -224,8 +224,8 @@ class CodedLinear(nn.Module):
         self.register_buffer("bias", bias_N)
         self.bias: Tensor | None
         self.values_VC = torch.empty(1, 0)
-        """This layer's values. The engine sets them before each call. After losses and gradients it clears
-        them. After text generation it does not."""
+        """This layer's values. The engine sets them before each call. After losses and gradients, it clears
+        them to free memory. After text generation, they stay until the next call."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [V * B, T, K], or [V * B * T, K] for OPT, to N columns."""

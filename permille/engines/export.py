@@ -39,7 +39,8 @@ def export_transformers(package: Package, values_K: NDArray[np.float32] | None, 
 
     Args:
         package: the package.
-        values_K: float32 [k], the masked weights or the adapter's numbers. None takes the package's values.
+        values_K: float32 [package.k], the masked weights or the adapter's numbers. None takes the package's
+            values.
         folder: a new or empty folder. Its parent folder must exist.
 
     Raises:
@@ -70,8 +71,8 @@ def export_peft(package: Package, values_K: NDArray[np.float32] | None, folder: 
 
     Args:
         package: a package with an adapter.
-        values_K: float32 [k], the adapter's numbers. None takes the package's values. With these, the adapter
-            changes nothing.
+        values_K: float32 [package.k], the adapter's numbers. None takes the package's values, with which the
+            adapter changes nothing.
         folder: a new or empty folder. Its parent folder must exist.
 
     Raises:

@@ -77,7 +77,8 @@ class Int8Rows:
     Attributes:
         panels: int8, the codes of eight rows side by side.
         scales: float32, one for each row and run.
-        offset: float32 [R rounded up to 8], 128 times the sum of a row's weights.
+        offset: float32 [R rounded up to 8], 128 times the sum of a row's weights. `int8_product` subtracts
+            it, because q is 128 larger than the number that it stands for.
         rows: R.
         columns: K.
     """

@@ -22,7 +22,7 @@ VARIABLE = "PERMILLE_NATIVE"
 LIBRARY_NAME = "_kernels.so"
 """The same value as in `permille.native.build`, which is imported only when it is needed."""
 
-# The numbers of `permille_has` (`src/dispatch.c`).
+# The number of each path in `permille_has` (`src/dispatch.c`).
 _PATHS = {"scalar": 0, "avx2": 1, "avx512": 2, "neon": 3}
 _WIDEST_FIRST = ("avx512", "avx2", "neon", "scalar")
 

@@ -4,8 +4,8 @@
 
 A block is a decoder layer. On calibration text, SignRound measures the error of a block's output. It moves
 `v` in [-0.5, 0.5] and the range of each group by the sign of that error's gradient (Cheng et al. 2023,
-"Optimize Weight Rounding via Signed Gradient Descent"). Codes are symmetric, with one float16 scale for 128
-weights of a row. ADR 13 says why we chose this method.
+"Optimize Weight Rounding via Signed Gradient Descent"). Codes have no zero point. Each
+group of 128 weights of a row has one float16 scale. ADR 13 says why we chose this method.
 
 Scales are not negative, so a package can store the result in the scheme int4.
 
@@ -72,7 +72,7 @@ def _int4(name: str, w_NK: NDArray[np.float32], scale: NDArray[np.float32]) -> Q
     # The last group of a row may be shorter.
     scale_NK = np.repeat(scale_NG, GROUP_SIZE, axis=1)[:, :columns]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        # A group of zeros has scale 0, which makes its quotients NaN.
+        # A group of zeros has scale 0. Its quotients are NaN, and its codes become 0.
         code_NK = np.clip(np.nan_to_num(np.rint(w_NK / scale_NK)), -8, 7)
     found = QuantizedTensor(
         scheme=Scheme.INT4,
@@ -143,8 +143,8 @@ def _tuned(
 def _library() -> tuple[Any, Any]:
     """Return auto-round's entry point, and a tokenizer for it.
 
-    auto-round requires a tokenizer even if it is given token ids. This one has no padding token, because the
-    library would mask that token out of the text.
+    auto-round requires a tokenizer even if it is given token ids. The tokenizer made here has no padding
+    token, because auto-round would mask a padding token out of the text.
     """
     try:
         from auto_round import AutoRound

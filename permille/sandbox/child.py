@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from tokenizers.decoders import DecodeStream
 
-# A vocabulary of 256,000 tokens takes 240 MB.
+# The limit of memory. A vocabulary of 256,000 tokens takes 240 MB of it.
 MEMORY_BYTES = 1 << 30
 MAX_STREAMS = 64
 # The limit of processor time for one request. It ends this process even if the parent has died.
@@ -269,7 +269,7 @@ def _to_json(
 ) -> str:
     """Return a value as JSON, with the arguments of transformers' filter `tojson`, in the same order.
 
-    The filter of jinja2 would escape HTML.
+    It replaces jinja2's own filter `tojson`, which would also escape HTML characters.
     """
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

@@ -116,7 +116,7 @@ class Reference:
         return float(engine.token_losses(values_K, self._measuring).mean(dtype=np.float64))
 
     def questions(self) -> Sequence[str]:
-        """Return the questions whose answers are measured, or none if no chat turn measures."""
+        """Return the questions whose answers are measured, or none if no measuring row is a chat turn."""
         return MEASURING_QUESTIONS if (self.rows.chat_N & ~self.rows.pulls_N).any() else ()
 
     @cached_property

@@ -171,9 +171,10 @@ def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
 def _rope(
     decoder: Architecture, config: Mapping[str, Any]
 ) -> tuple[float, float, NDArray[np.float32] | None]:
-    """Return theta, the factor of linear scaling, and divisors of the frequencies.
+    """Return theta, the factor of linear scaling, and divisors of the rotary frequencies.
 
-    The divisors are None if theta and the factor describe the frequencies.
+    Theta is the base of the frequencies. The divisors are None if theta and the factor describe all
+    frequencies.
     """
     ropes = {bool(each.window): each.rope for each in decoder.layers if each.rope is not None}
     rope = ropes.get(False) or ropes.get(True)

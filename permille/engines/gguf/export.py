@@ -88,7 +88,7 @@ def export_gguf(
 
     Args:
         package: a package with a mask.
-        values_K: float32 [k] for the masked weights. None takes the package's values.
+        values_K: float32 [package.k], the masked weights. None takes the package's values.
         folder: a new or empty folder. Its parent folder must exist.
         kind: the type. None takes `source` if the package has the scheme `source`, else Q8_0.
 
