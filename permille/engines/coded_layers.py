@@ -292,9 +292,9 @@ class CodedHead(nn.Module):
         super().__init__()
         self.table = table
         self.place_L: Tensor | slice = slice(None)
-        """Indices of the hidden states whose logits are computed.
+        """Indices of the hidden states whose logits are computed, with all sequences joined end to end.
 
-        They count the tokens of all sequences, joined end to end. The engine sets them for each call.
+        The engine sets the indices for each call.
         """
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
     scale = absmax(group) / M        code = clip(rint(w / scale), -M, M)        w' = code * scale
 
 with M = 7 or 127. All computations are in float32, and rint rounds half to even. An int4 code c is stored as
-c + 8. This module makes codes from -7 to 7. Only `permille.quantization.rounding`, which calibrates on text,
-also makes the code -8. If K is not a multiple of the group size, the last group of a row is shorter. If the
+c + 8. Here, c is from -7 to 7. In scheme int4, the code -8 comes only from `permille.quantization.rounding`,
+which calibrates on text. If K is not a multiple of the group size, the last group of a row is shorter. If the
 scale of a group underflows to 0, all weights of the group become 0.
 
 int8 is the weight-only form of LLM.int8 (Dettmers et al., 2022) and of torchao's `Int8WeightOnlyConfig`,

@@ -4,8 +4,8 @@
 
 A block is a decoder layer. On calibration text, SignRound measures the error of a block's output. It moves
 `v` in [-0.5, 0.5] and the range of each group by the sign of that error's gradient (Cheng et al. 2023,
-"Optimize Weight Rounding via Signed Gradient Descent"). Codes have no zero point. Each
-group of 128 weights of a row has one float16 scale. ADR 13 says why we chose this method.
+"Optimize Weight Rounding via Signed Gradient Descent"). Codes have no zero point. Each group of 128 weights
+of a row has one float16 scale. ADR 13 says why we chose this method.
 
 Scales are not negative, so a package can store the result in the scheme int4.
 

@@ -47,8 +47,8 @@ from permille.models.descriptions import BlockKind, NormKind
 
 Array = NDArray[np.float32]
 
-# A batch runs in parts, and the tokens of a part go through the layers together. A part has as many tokens as
-# fit into this memory. Products get faster with more tokens, up to a few hundred.
+# A batch runs in parts, and the tokens of a part go through the layers together. A part has at most as many
+# tokens as fit into this memory. Products get faster with more tokens, up to a few hundred.
 _PART_BYTES = 56 << 20
 _FEWEST_TOKENS = 64
 # How many array elements a thread's task covers in pointwise operations. So many fit into the processor's
@@ -112,7 +112,7 @@ class ReversePass:
         d_RH = d_RE if project_EH is None else d_RE @ project_EH
         run.norm_back(model.final_norm, states_RH, d_RH, d_RH)
         x_MH[...] = 0
-        x_MH[joined.state_R] = d_RH  # a token stands before at most one target, so nothing adds up here
+        x_MH[joined.state_R] = d_RH  # a token stands before at most one target, so no gradients add up
         # Sum in float64, so that the division of a batch into parts hardly changes the loss.
         return float(loss_R.sum(dtype=np.float64))
 
