@@ -28,8 +28,8 @@ from permille.zo.philox import philox4x32_10
 
 # A larger pool spreads the choice over more of the corpus, but takes longer to tokenize.
 POOL = 8
-# Words 2 and 3 of the generator's counter. Masks use another pair, and directions put their step and query
-# there, which never equal either pair. So the three never draw the same random numbers.
+# Words 2 and 3 of the generator's counter. Masks use another pair. Directions put their step and query there,
+# and a step is below 2**24. So sequences, masks and directions never draw the same random numbers.
 _SEQUENCE_STREAM = (0xFFFFFFFF, 0xFFFFFFFE)
 
 
