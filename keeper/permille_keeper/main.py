@@ -1,4 +1,4 @@
-"""Run a keeper, which removes the masks from sums of devices (make a key, serve, list what was summed)."""
+"""Run a keeper, which sums the masks of devices (make a key, answer the service, list the sums)."""
 
 import argparse
 import base64

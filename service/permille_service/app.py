@@ -63,7 +63,7 @@ Turn a pre-trained language model into a package. A device trains one in a thous
 * A query parameter may appear only once.
 """
 TAGS: Final = [
-    {"name": "models", "description": "Base models: a folder, or a hub repository at a commit."},
+    {"name": "models", "description": "Base models: a folder, a GGUF file, or a hub repository at a commit."},
     {"name": "corpora", "description": "Texts on which jobs measure sensitivity and perplexity."},
     *({"name": work.collection, "description": work.about} for work in WORK.values()),
     {"name": "releases", "description": "Signed versions of a name, and aliases such as `stable`."},

@@ -107,7 +107,8 @@ def blob_response(
             return _stream_from_bucket(blobs, digest, size, asked, headers)
         return Response(headers={**headers, "Content-Length": str(size)})
     path = blobs.path(digest)
-    # nginx would check If-Match again. It has no ETag for the file (`etag off`), so it would refuse.
+    # A request with If-Match gets the file from the API. nginx would check the header again, and refuse the
+    # request, because it has no ETag for the file (`etag off`).
     if gets and downloads is Downloads.ACCEL and if_match is None:
         headers["X-Accel-Redirect"] = ACCEL_PREFIX + path.relative_to(blobs.root).as_posix()
         return Response(headers=headers, media_type=media_type)

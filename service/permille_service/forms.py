@@ -70,7 +70,8 @@ class Form:
     def body(self, given: dict[str, object], id_of: IdOf) -> dict[str, Any]:
         """Take the options' values out of `given`, and return the body of the request. Names become ids.
 
-        Enumerations are always part of the body, because one of them may select the member of a union.
+        An enumeration without a value gets its default, because it may select the member of a union. Only
+        nested models that are left out as a whole get no defaults.
         """
         body: dict[str, Any] = {}
         values = {option.place: given.pop(option.parameter) for option in self.options}

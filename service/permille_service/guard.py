@@ -51,7 +51,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Answers of the API may hold secrets, so caches must not keep them. They may keep pages and scripts.
+        # Answers of the API may hold secrets, so caches must not keep them. Other routes, such as pages and
+        # scripts, decide themselves what caches may keep.
         wanted = _PRIVATE_HEADERS if scope["path"].startswith("/v1/") else _HEADERS
         if scope["scheme"] == "https" and self._settings.tls_certificate is not None:
             wanted = (*wanted, _HSTS)

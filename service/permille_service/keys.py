@@ -1,6 +1,7 @@
-"""Private keys.
+"""The private keys of the service.
 
-Each is generated at its first use and stored below the data folder, readable by its owner only.
+Each key is generated when it is first needed. Its file lies below `keys_dir` of the settings, and only the
+owner of the file can read it.
 """
 
 import logging

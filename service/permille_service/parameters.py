@@ -110,7 +110,7 @@ async def check_given_once(request: Request) -> None:
 
 
 async def read_body(request: Request) -> bytes:
-    """Read a raw body. Raises HTTPException (400) if the client disconnects before its end."""
+    """Read a raw body. Raises HTTPException (400) if the client disconnects too early."""
     try:
         return await request.body()
     except ClientDisconnect as exc:

@@ -223,7 +223,7 @@ def _answer_invalid(path: str, exc: RequestValidationError) -> Response:
     found = exc.errors()
     errors = [
         FieldError(
-            # The location has the names of unknown fields, which clients choose. Cut it, too.
+            # Cut the location. It contains the names of unknown fields, which clients choose.
             location=".".join(str(part) for part in error["loc"])[:200],
             message=f"{error['msg']!s:.400}{_got(error)}",
         )
@@ -266,7 +266,7 @@ _KINDS: tuple[tuple[type[PermilleError], ProblemType], ...] = (
 def _allowed_methods(request: Request) -> list[str]:
     """Return all methods of all routes of this path.
 
-    The router itself only knows the first route that matches.
+    The router's own answer would name only the methods of the first route that matches.
     """
     methods: set[str] = set()
     for route in iter_route_contexts(request.app.routes):

@@ -1,8 +1,8 @@
 """Settings of the API process, validated once in `main` and passed down.
 
 Every field can come from the environment (`PERMILLE_DATA_DIR`, `PERMILLE_PORT`, ...) or from a keyword.
-No secret has a default value. The first start generates tokens and keys, and stores them below the data
-folder, where only their owner can read them.
+No secret has a default value. The service generates the first token and its keys, and stores them in
+`private_dir` (by default, the data folder). Only their owner can read them.
 """
 
 import ipaddress

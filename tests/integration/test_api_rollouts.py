@@ -408,7 +408,7 @@ def test_the_page_shows_the_funnel_and_why_it_stopped(api: Api, moments: list[da
         report(api, made["id"], token, code="integrity", damage="blob-digest")
     sweep(api, moments, 1)
     shown = page(api, f"/ui/rollouts/{made['id']}")
-    assert "Stopped by integrity." in shown and "50%" in shown
+    assert "Halted by integrity." in shown and "50%" in shown
     api.client.cookies.clear()
     figures = api.client.get("/metrics", headers=api.auth("scraper")).text
     assert 'permille_rollouts{state="paused"} 1.0' in figures

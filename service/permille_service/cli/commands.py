@@ -48,7 +48,8 @@ def command(
 
     Args:
         text: the help text. By default, it is the function's docstring.
-        form: options to add to the command. The function gets the request that they make as `body`.
+        form: options to add to the command. The function gets the request, made from these options, as its
+            argument `body`.
         panel: the panel in which the group's `--help` lists the command.
     """
 

@@ -43,7 +43,7 @@ class Output:
             for name, rows in records_in(answer).items():
                 self.console.print(f"\n[bold]{name}[/bold]")
                 lines = [flat(row) for row in rows]
-                # Leave out the media type, because the role implies it.
+                # Leave out the media type of a package's layer, because the layer's role implies it.
                 columns = [column for column in lines[0] if column != "media_type"]
                 self.console.print(table_of(lines, columns))
 

@@ -48,8 +48,8 @@ def rotate(
 
       permille trust rotate snapshot timestamp
 
-    Devices learn the new keys from the metadata. After you restore a backup, rotate snapshot and timestamp,
-    too.
+    Devices learn the new keys from the metadata. Also rotate snapshot and timestamp after you restore a
+    backup.
     """
     asked = [{"role": role} for role in roles or ("snapshot", "timestamp")]
     return _drafts(session, session.client.post("/v1/trust/rotations", {"roles": asked}), into)

@@ -27,7 +27,7 @@ from permille.training.adam import learning_rate, unit_exponent
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import check_step_unit_exponent, step_unit_exponent_for
 
-_NO_EPSILON = 1.0  # placeholder in the header of a log of gradient training, which perturbs nothing
+_NO_EPSILON = 1.0  # placeholder in the log header of gradient training, which does not perturb weights
 _LOWER_SHARE = 5  # with the split estimator, one query in five perturbs the lower half of the decoder layers
 _GUARD_BITS = 2  # the mean of a round is stored with two bits more than the integers of a device
 

@@ -228,8 +228,8 @@ def get_federation_history(
     after: _After = 0,
     until: _Until = None,
 ) -> Response:
-    """Read the rounds that the caller lacks. If a checkpoint and the rounds after it are smaller than these
-    rounds, the answer has the checkpoint and the rounds after it."""
+    """Read the records of the rounds that the caller lacks. If a checkpoint has fewer bytes than the records
+    before it, the answer has the checkpoint instead of these records."""
     with service.database.read() as session:
         row = _readable(session, principal, federation_id)
         way = history.way_to(session, row, after=after, until=row.number if until is None else until)

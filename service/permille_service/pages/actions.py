@@ -60,7 +60,7 @@ class Effect:
         return hashlib.sha256(repr(self.facts).encode()).hexdigest()
 
     def is_confirmed(self, typed: Mapping[str, str]) -> bool:
-        """Return whether a form confirms these facts, and not facts that have changed since."""
+        """Return whether the operator has confirmed these facts, and not facts that were shown earlier."""
         return typed.get("step") == _CONFIRMED and typed.get("shown") == self.shown
 
 

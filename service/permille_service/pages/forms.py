@@ -85,7 +85,8 @@ def _choices(session: Session, tenant_id: str, option: RequestOption, text: str)
     found = [(value, value) for value in option.choices]
     if option.names is not None:
         found = choices_of(session, tenant_id, option.names)
-    if found and text and text not in dict(found):  # the list has only the newest objects, so add it
+    # The list has only the newest objects, so the typed value may be missing.
+    if found and text and text not in dict(found):
         found.append((text, text))
     return found
 
@@ -115,7 +116,8 @@ def _sort_errors(form: Form, problem: Problem | None) -> tuple[dict[str, str], l
         return {}, []
     errors, others = dict[str, str](), list[str]()
     for error in problem.errors or ():
-        parts = error.location.split(".")  # between the fields are names of union members and list positions
+        # Between the names of fields, a location also has names of union members, and positions in lists.
+        parts = error.location.split(".")
         fitting = [one for one in form.options if _leads(one.place, parts)]
         if fitting:
             errors.setdefault(max(fitting, key=lambda one: len(one.place)).parameter, error.message)

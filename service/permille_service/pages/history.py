@@ -67,7 +67,7 @@ class JobLine:
 
 
 class Cost(BaseModel):
-    """The part of a quantization's report that says what the quantization costs."""
+    """The part of a quantization's report that says how much accuracy the quantization costs."""
 
     relative_error: float
     perplexity: work.Perplexity | None = None

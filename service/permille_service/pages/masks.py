@@ -108,8 +108,8 @@ def curve_of(report: MaskEvidence) -> Curve | None:
 
 
 def curve_at_density(report: MaskEvidence) -> float | None:
-    """Return the coverage that as many weights as the mask selects would have, if they were the best weights
-    of all tensors in scope together.
+    """Return the coverage of a mask of the same size that selects the weights with the highest scores, from
+    all tensors in scope together.
 
     Return None if the report has no curve.
     """
@@ -120,7 +120,7 @@ def curve_at_density(report: MaskEvidence) -> float | None:
 
 
 def parts_of(report: MaskEvidence, order: MaskOrder) -> list[tuple[str, list[MaskPart]]]:
-    """Return the parts of a mask in three tables: by kind of linear, by decoder layer, and by tensor."""
+    """Return the parts of a mask in three tables: by kind of linear layer, decoder layer, and tensor."""
     ways: tuple[tuple[str, Callable[[TensorRow], str]], ...] = (
         ("Kind", _kind_of),
         ("Layer", lambda row: _layer_words(row.name)),
@@ -147,7 +147,7 @@ def _part(name: str, tensors: list[TensorRow]) -> MaskPart:
 
 
 def _kind_of(row: TensorRow) -> str:
-    """Return the name of a tensor's linear within its decoder layer, for example `self_attn.q_proj`."""
+    """Return the name of a linear layer within its decoder layer, for example `self_attn.q_proj`."""
     _, found, rest = row.name.partition("layers.")
     return (rest.partition(".")[2] if found else row.name).removesuffix(".weight")
 

@@ -28,7 +28,7 @@ AnyReport = TypeVar("AnyReport", bound=BaseModel)
 
 
 class ZerosRow(BaseModel):
-    """The share of zeros in a decoder layer or a linear, and the error that they cause in its outputs."""
+    """The share of zeros in a decoder layer or a linear layer, and the error of its outputs."""
 
     name: str
     zeros: float
@@ -52,7 +52,7 @@ class Perplexity(BaseModel):
 
 
 class SparseReport(BaseModel):
-    """The part of a sparsification's report that says what the sparsification costs."""
+    """The part of a sparsification's report that says how much accuracy the sparsification costs."""
 
     zeros: float
     perplexity: Perplexity | None
@@ -103,7 +103,7 @@ def show_masks(page: ViewerPage, window: Paging) -> Response:
 
 @router.get("/masks/{mask_id}")
 def show_mask(mask_id: MaskId, page: ViewerPage, sort: MaskOrder = MaskOrder.LAYER) -> Response:
-    """Show one mask: its share of the score in total, by kind of linear, by decoder layer, and by tensor."""
+    """Show one mask: its share of the score in total, and by kind of linear layer, decoder layer, and tensor."""
     with page.service.database.read() as session:
         row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.MASK, key=mask_id)
         names = _model_names(session, page.tenant_id)

@@ -7,8 +7,8 @@ interrupted command therefore resumes when it is run again:
     train     the agent trains, and resumes an interrupted run by itself
     export    the agent writes a GGUF file or a folder, and a page that shows what changed
 
-All texts of a model share its package. Each set of texts has a device of its own, so that a model never
-learns from the text of another command.
+All commands with the same model share its package. Each set of texts has a device of its own, so that a
+personal model never learns from the text of another command.
 """
 
 import hashlib
@@ -133,7 +133,7 @@ def personalise(
     ] = None,
     work: Annotated[
         Path | None,
-        typer.Option(resolve_path=True, help="Folder for package and runs. Default: below the user's data."),
+        typer.Option(resolve_path=True, help="Folder for package and runs. Default: in the data folder."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -248,7 +248,7 @@ def _check_folder(folder: Path) -> None:
             f"{folder} is no model: it has no config.json. Name a folder that transformers saved.",
             Exit.REFUSED,
         )
-    # A hub cache has links to its blobs, which dangle after a cleanup.
+    # In a cache of the hub, the files of a model are links to blobs. After a cleanup, links can lead nowhere.
     for path in folder.rglob("*"):
         if path.is_symlink() and not path.is_file():
             raise CommandError(
@@ -347,7 +347,8 @@ def _scheme(model: Path, asked: BaseScheme | None) -> BaseScheme:
 
 def _key(model: Path, corpus: Path | None, density: float, scheme: BaseScheme) -> str:
     """Return a digest of the inputs of a package. Each work folder belongs to one such digest."""
-    # Use the names and contents of files, not their folders or times. A moved model finds its package again.
+    # Use the names and contents of files, but not their folders or times. So if a model is moved, the command
+    # still finds its package.
     digest = hashlib.sha256(f"{density!r} {scheme}\n".encode())
     for root in (model, corpus):
         files = sorted(root.rglob("*")) if root is not None and root.is_dir() else [root]
@@ -486,7 +487,7 @@ def included_corpus() -> Path:
 
 
 def _linked(source: Path, place: Path) -> Path:
-    """Link a file or folder below the work folder, so that the service's roots contain nothing else."""
+    """Link a file or folder into the work folder. The roots of the service then contain nothing else."""
     shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
     place.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
@@ -530,8 +531,8 @@ def _export(request: Request, programs: Programs, say: Callable[[str], None]) ->
     """Write the personal model.
 
     The GGUF file gets its final name when it is complete, so a killed export leaves no partial file
-    under that name. If the change is so small that it is lost in the file's own codes, the file gets codes of
-    eight bits (Q8_0).
+    under that name. A package with the scheme `source` keeps the codes of the model's GGUF file. If these
+    codes are too coarse for the personal change, the new file gets codes of eight bits (Q8_0).
     """
     if request.out.suffix != ".gguf":
         programs.agent("export", str(request.out))
@@ -566,7 +567,11 @@ def _modelfile(out: Path) -> Path:
 
 
 def _can_chat(model: Path) -> bool:
-    """Return whether the model has a chat template. Raises InputError or PackageError if it is damaged."""
+    """Return whether the model has a chat template.
+
+    Raises:
+        InputError, PackageError: the model is damaged.
+    """
     from permille.models.gguf.file import GgufFile
     from permille.models.gguf.tokenizer import chat_template
     from permille.tokenizer_files import TokenizerFiles

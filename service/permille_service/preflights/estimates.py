@@ -111,7 +111,7 @@ def sparsification_needs(
     rows = request.sequences + 2 * request.evaluation_sequences
     tokens = rows * request.length
     layer = sizes.scoped // sizes.layers
-    inputs = sizes.largest // min(sizes.hidden, sizes.largest)  # input features of the widest linear
+    inputs = sizes.largest // min(sizes.hidden, sizes.largest)  # input features of the widest linear layer
     ends = sizes.parameters - sizes.scoped + request.length * sizes.vocabulary
     held = max(ends, layer + 3 * sizes.largest + 6 * max(inputs, sizes.hidden) ** 2)
     products = (

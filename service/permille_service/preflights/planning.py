@@ -244,7 +244,7 @@ class _Planner:
             )
 
     def _check_gguf(self, model_id: str) -> None:
-        """Refuse a model without a GGUF file. The worker reads the file, and checks its tensor types."""
+        """Refuse a model without a GGUF file. The worker later checks the tensor types of the file."""
         model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)
         if model.source["kind"] != "gguf":
             raise ApiError(
@@ -381,9 +381,10 @@ def forecast_s(
 
 
 def _took_s(session: Session, job: Job) -> float | None:
-    """Return the seconds from the start of a job, or of its first part, to its end.
+    """Return the seconds from the start of a job to its end, or None if a time is missing.
 
-    The row of a job only holds the start of the job's last attempt. Its parts started before that.
+    If a part of the job has an earlier start, that start counts. The row of a job that was split into parts
+    only holds the start of its last attempt, which came after the parts.
     """
     first: datetime | None = session.scalar(select(func.min(Job.started_at)).where(Job.parent_id == job.id))
     started = min(filter(None, (first, job.started_at)), default=None)

@@ -33,7 +33,8 @@ class Change:
 
     Attributes:
         add: the version to list, as NAME/VERSION.
-        manifest: the file with the manifest of the version's package. Not needed if the version is listed.
+        manifest: the file with the manifest of the version's package. Not needed if the draft already lists
+            the version.
         aliases: the aliases that point at the version.
         federation: the file of a federation's definition to list.
         remove: the version or the target path to remove.

@@ -96,7 +96,7 @@ def get_trust_target(path: TargetPath, service: Served, principal: Anyone) -> Re
 
 
 class _Accepted(Closed):
-    """The content of the entry that the audit log gets for received metadata."""
+    """The content of the audit log's entry about received metadata."""
 
     digest: Digest
 

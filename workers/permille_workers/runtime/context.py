@@ -132,7 +132,7 @@ class TaskContext:
     def shared(self, job_id: str) -> BlobFolder:
         """Return the store of blobs that a split job shares with its parts.
 
-        It is removed after the job's end.
+        The store is removed after the job has ended.
         """
         return shared_store(self.blobs).below(job_id)
 

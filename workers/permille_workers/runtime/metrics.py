@@ -28,7 +28,7 @@ LEASES_LOST = Counter(
 )
 _SWEPT = Counter(
     "permille_leases_expired",
-    "Attempts of silent workers that this worker ended, by the new state of the job.",
+    "Attempts that this worker ended because their own worker was silent, by the new state of the job.",
     ("state",),
 )
 for _state in ("queued", "dead", "cancelled"):

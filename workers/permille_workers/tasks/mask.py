@@ -133,8 +133,8 @@ def _score(context: TaskContext, model: SourceModel, request: FisherMaskCreate, 
 class _Shown(Mapping[str, NDArray[np.float32]]):
     """The numbers that the report describes, computed for one tensor at a time.
 
-    With scores, they are the scores, but 0 for weights that are 0, because a mask never selects these.
-    Without scores, they are the absolute values of the weights.
+    If there are scores, these are the numbers. A weight that is 0 has the number 0, because a mask never
+    selects it. Without scores, the numbers are the absolute values of the weights.
     """
 
     def __init__(self, weights: Tensors, scores: Tensors | None) -> None:

@@ -1,8 +1,9 @@
 """The round job: combine the contributions of a round into one step of the federation's state.
 
 A closing round accepts no more contributions. The result leaves the process only in the transaction that
-publishes it, so if the process is killed, nobody has seen the result. A second attempt makes the same bytes,
-unless the service adds noise: it then draws new noise. A keeper gives its earlier answer again.
+publishes it, so if the process is killed, nobody has seen the result. A second attempt then makes the same
+bytes, with one exception: if the service adds the noise, the attempt draws new noise. A keeper does not, but
+gives its earlier answer again.
 
 In the mode `keeper`, this process never sees the integers of a device. It asks the keeper over HTTPS for the
 sum of the devices' masks minus noise, and only learns the noised sum of the integers. The keeper stores its

@@ -2,9 +2,9 @@
 
 A shard job sums the squared gradients of a part of a mask job's sequences. A long mask job draws its
 sequences, stores them for its parts, and adds a shard job for each range that
-`permille.sensitivity.scores.shard_ranges` returns. The ranges do not depend on the number of workers. When
-all shards are done, the next attempt of the mask job adds their sums in the order of the shards. If a sum was
-removed after a failure, its shard runs again.
+`permille.sensitivity.scores.shard_ranges` returns. The ranges do not depend on the number of workers, so the
+scores do not either. When all shards are done, the next attempt of the mask job adds their sums in the order
+of the shards. If a sum was removed after a failure, its shard runs again.
 """
 
 import json
