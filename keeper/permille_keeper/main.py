@@ -83,11 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command."""
     parser = argparse.ArgumentParser(prog="permille-keeper", description=__doc__)
     parser.add_argument(
-        "--home", type=Path, required=True, help="folder of the key, the token and the memory"
+        "--home",
+        type=Path,
+        required=True,
+        help="folder of the key, the token and the stored answers",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("init", help="make the key and the token, and show what the service needs")
-    commands.add_parser("log", help="list what was summed and what was refused")
+    commands.add_parser("log", help="list the sums that were made and the requests that were refused")
     run = commands.add_parser("run", help="answer requests of the service")
     run.add_argument("--host", default="127.0.0.1", help="address to listen on")
     run.add_argument("--port", type=int, default=8331)

@@ -1,8 +1,8 @@
 """The console and the health checks of the service.
 
 The console is Swagger UI, which shows the service's own OpenAPI document. Its files are part of this package,
-so it needs no network. Anybody may call the health checks. They test whether the service can write, because
-a database on a full disk can still be read.
+so it needs no network. Anybody may call the health checks. Except `/livez`, they test whether the service can
+write, because a database on a full disk can still be read.
 """
 
 import asyncio

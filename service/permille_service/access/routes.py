@@ -107,7 +107,7 @@ def list_audit_entries(
 ) -> list[AuditEntry]:
     """List the changes that operators of the caller's tenant made, oldest first.
 
-    Entries form a hash chain.
+    The entries form a hash chain, so that `permille audit verify` finds entries that were changed.
     """
     with service.database.read() as session:
         return audit.entries_after(session, tenant_id=operator.tenant_id, seq=after, limit=limit)

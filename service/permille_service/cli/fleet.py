@@ -437,7 +437,7 @@ def _show_alone(session: Session, name: str, version: int | None) -> None:
 
 
 def _others(session: Session, name: str, *compared: int) -> list[dict[str, Any]]:
-    """Return the other versions of a release that devices have or have reported on, including yanked ones."""
+    """Return the other versions of a release that are on devices or in reports, including yanked versions."""
     versions = session.client.get("/v1/fleet")["versions"]
     return [one for one in versions if one["name"] == name and one["version"] not in compared]
 

@@ -173,7 +173,7 @@ def _estimator(training: TrainingCreate) -> EstimatorKind:
 
 
 def _device_unit(header: LogHeader) -> int:
-    """Return the exponent of the unit of a device's integers. It is small enough for the device's steps."""
+    """Return the exponent of the unit of a device's integers. The unit must be small enough for its steps."""
     if header.estimator is EstimatorKind.GRADIENT:
         return unit_exponent(header.learning_rate)
     widest = max(queries.stop - queries.start for queries, _ in header.blocks())

@@ -103,7 +103,7 @@ def show_masks(page: ViewerPage, window: Paging) -> Response:
 
 @router.get("/masks/{mask_id}")
 def show_mask(mask_id: MaskId, page: ViewerPage, sort: MaskOrder = MaskOrder.LAYER) -> Response:
-    """Show one mask: its share of the score in total, and by kind of linear layer, decoder layer, and tensor."""
+    """Show one mask: its share of the score in total, by kind of linear layer, decoder layer and tensor."""
     with page.service.database.read() as session:
         row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.MASK, key=mask_id)
         names = _model_names(session, page.tenant_id)

@@ -237,7 +237,7 @@ def _model(gguf: Path | None, folder: Path | None, ollama: str | None) -> Path:
 
 def _check_folder(folder: Path) -> None:
     """Check that a folder holds a model and no dangling links. Raises CommandError."""
-    from permille.models.conversion import SLOW_TOKENIZERS  # imports numpy
+    from permille.models.conversion import SLOW_TOKENIZERS  # imports numpy, which would delay `--help`
 
     if folder.is_file():
         raise CommandError(f"{folder} is a file. Name a GGUF file with --gguf.", Exit.REFUSED)
@@ -475,7 +475,11 @@ def _reaches_hub() -> bool:
 
 
 def included_corpus() -> Path:
-    """Return the public text of the installed package, or in a checkout the text of the example."""
+    """Return the path of the public text, in the installed package or in the examples of a checkout.
+
+    Raises:
+        CommandError: there is no such text.
+    """
     places = (
         Path(__file__).with_name("corpus.jsonl.gz"),
         Path(__file__).parents[3] / "examples" / "corpus.jsonl.gz",
