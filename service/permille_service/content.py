@@ -1,4 +1,4 @@
-"""Responses with the bytes of a blob: ETag, conditional requests and one byte range (RFC 9110, 8, 13, 14).
+"""Responses with the bytes of a blob: ETag, conditional requests and one byte range (RFC 9110).
 
 A digest identifies the content, so the ETag of a blob never changes, and caches may keep the blob for ever.
 A Range header that is malformed or has several ranges is ignored, as the RFC allows. The answer then has the

@@ -161,7 +161,7 @@ def _only_one(data_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _asked_to_end() -> Iterator[list[int]]:
-    """Catch the signals that ask for the end, and yield a list of those received."""
+    """Catch SIGINT and SIGTERM, and yield the list of the signals that have come."""
     asked: list[int] = []
 
     def ask(number: int, _: FrameType | None) -> None:

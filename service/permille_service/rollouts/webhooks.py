@@ -1,4 +1,4 @@
-"""Routes of webhooks. The service calls them when a rollout halts or ends."""
+"""Routes to manage webhooks: URLs that the workers call when a rollout halts or ends."""
 
 from typing import Annotated
 

@@ -66,8 +66,8 @@ class Shutdown:
 class Supervisor:
     """Runner of claims in child processes. Each thread that calls `run` runs one claim at a time.
 
-    The child process dies when the thread that started it ends (this is how Linux's parent-death signal
-    works).
+    On Linux, the child process is killed when the thread that started it ends, even if the other threads go
+    on. The thread therefore waits in `run` until the child has ended.
     """
 
     db: Database

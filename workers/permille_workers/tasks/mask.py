@@ -133,7 +133,7 @@ def _score(context: TaskContext, model: SourceModel, request: FisherMaskCreate, 
 class _Shown(Mapping[str, NDArray[np.float32]]):
     """The numbers that the report describes, computed for one tensor at a time.
 
-    If there are scores, these are the numbers. A weight that is 0 has the number 0, because a mask never
+    With scores, the numbers are the scores. But a weight that is 0 has the number 0, because a mask never
     selects it. Without scores, the numbers are the absolute values of the weights.
     """
 

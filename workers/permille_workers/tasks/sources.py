@@ -70,7 +70,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
-    """Token sequences [N, T] of a corpus, and a report of the rows that were read and those that were bad."""
+    """Token sequences [N, T] of a corpus, and a report on reading it: counts of rows and of bad rows."""
 
     tokens_NT: NDArray[np.int64]
     read: dict[str, object]
@@ -97,7 +97,7 @@ class SourceCorpus:
 
 
 def open_model(context: TaskContext, model_id: str) -> SourceModel:
-    """Find or download the model's folder, and check it. At its first use, store facts about the model.
+    """Find or download the model's folder, and check it. The first job of a model also stores facts about it.
 
     Raises:
         InputError: the folder is unusable, or its files have changed since the first job.
