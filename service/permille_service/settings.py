@@ -86,8 +86,8 @@ class ConnectionSettings(SettingsGroup):
     max_connections: int = Field(
         default=1000,
         ge=1,
-        description="maximum number of connections. If the hard limit of open files is low, the maximum is "
-        "half of this limit, less 64",
+        description="maximum number of connections. Numbers above `L / 2 - 64` are reduced to that, where "
+        "`L` is the hard limit of open files",
     )
     max_connections_per_address: int = Field(
         default=250,

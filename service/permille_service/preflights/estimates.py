@@ -32,8 +32,8 @@ PROCESS_BYTES = 400 * 1024 * 1024  # the interpreter and torch, before any weigh
 # to repeat the forward pass for checkpointed activations.
 FISHER_FLOPS = 8
 FORWARD_FLOPS = 2
-# A mask with much work is scored in shards (`permille.sensitivity.scores`): sequences of a shard, and the
-# maximum number of shards.
+# A mask job with much work is split into shards (`permille.sensitivity.scores`). These are the number of
+# sequences in a shard, and the maximum number of shards.
 SHARD_SEQUENCES, MOST_SHARDS = 16, 64
 # auto-round, with the arguments that `permille.quantization.rounding` uses: steps for each decoder layer,
 # sequences in a step, copies of the model, and hidden vectors held in memory for each token of the text and

@@ -21,7 +21,7 @@ class QueueSettings(SettingsGroup):
     lease_s: float = Field(
         default=30.0,
         gt=0,
-        description="seconds without a sign of life, after which another worker gets the job",
+        description="seconds without a sign of life from a worker, after which another worker gets its job",
     )
     poll_s: float = Field(
         default=0.5, gt=0, description="seconds between two checks for new jobs and cancellations"
