@@ -96,11 +96,11 @@ class Personalised:
     Attributes:
         values_K: values of the masked weights with the selected state, float32 [k].
         step: number of steps up to the selected state. 0 is the start.
-        steps: number of steps that the descent made.
-        learning_rate: learning rate of the descent. Each restart halves it.
+        steps: number of all steps of the descent that the selected state comes from.
+        learning_rate: first learning rate of this descent. Each new descent halves it.
         epsilon: scale of the perturbations.
         search_seconds: duration of the search for epsilon and the step size.
-        curve: losses on the select split, from the start.
+        curve: losses of this descent on the select split, beginning with the start.
     """
 
     values_K: NDArray[np.float32]

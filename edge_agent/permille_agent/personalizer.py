@@ -171,7 +171,7 @@ class Personalizer:
             LocalModel(self._home, self._engine) as model,
             tempfile.TemporaryDirectory(prefix=".evaluate-", dir=self.folder) as own,
         ):
-            model.values(Variant.PERSONAL)  # raises if there is none
+            model.values(Variant.PERSONAL)  # raises if there is no personal model
             paths = [texts] if isinstance(texts, Path) else _written(Path(own) / "evaluate.jsonl", texts)
             return measured_losses(model, paths)
 

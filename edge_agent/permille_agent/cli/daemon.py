@@ -28,7 +28,7 @@ class JsonLines(logging.Formatter):
 
 
 def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
+    """Add the commands of this module to `app`."""
     app.command(rich_help_panel=PERSONALISE)(run)
     app.command("install-service", rich_help_panel=PERSONALISE)(install_service)
     app.command(rich_help_panel=PERSONALISE)(policy)

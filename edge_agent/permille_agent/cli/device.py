@@ -30,7 +30,7 @@ data = typer.Typer(
 
 
 def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
+    """Add the commands of this module to `app`."""
     app.command(rich_help_panel=DEVICE)(status)
     app.add_typer(data, name="data", rich_help_panel=PERSONALISE)
     app.command(rich_help_panel=DEVICE)(rollback)

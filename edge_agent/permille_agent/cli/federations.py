@@ -31,7 +31,7 @@ federations = typer.Typer(
 
 
 def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
+    """Add the commands of this module to `app`."""
     app.add_typer(federations, name="federations", rich_help_panel=SHARING)
     app.command("privacy", rich_help_panel=SHARING)(show_privacy)
 

@@ -78,7 +78,7 @@ class ExportForm(StrEnum):
 
 
 def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
+    """Add the commands of this module to `app`."""
     app.command("show", rich_help_panel=PERSONALISE)(show_page)
     app.command(rich_help_panel=PERSONALISE)(compare)
     app.command(rich_help_panel=USE)(generate)

@@ -30,7 +30,7 @@ share_state = typer.Typer(no_args_is_help=True, help="Share the trained values. 
 
 
 def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
+    """Add the commands of this module to `app`."""
     # An invitation may begin with a dash, so an unknown option is taken as an argument.
     app.command(rich_help_panel=START, context_settings={"ignore_unknown_options": True})(enroll)
     app.command(rich_help_panel=START)(pull)

@@ -44,7 +44,7 @@ METHOD = "How to train"  # a panel of options in `--help`
 
 
 def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
+    """Add the command `train` to `app`."""
     app.command(rich_help_panel=START)(train)
 
 
@@ -124,7 +124,7 @@ def train(
         str,
         typer.Option(
             help="Turns of a conversation to learn: assistant (the answers), user (your own voice) or all. "
-            "From other text, the model learns everything."
+            "This has no effect on other text."
         ),
     ] = "assistant",
     rate_scale: Annotated[

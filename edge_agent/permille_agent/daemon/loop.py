@@ -244,7 +244,7 @@ class Daemon:
         self._note(verified=today)
 
     def _wanted(self) -> str | None:
-        """Fingerprint package, data and adopted round. Return None if the last training had the same."""
+        """Return a fingerprint of package, data and adopted round, or None if there is nothing new."""
         release, paths = installed_release(self._home), read_references(self._home)
         if release is None or not paths:
             return None

@@ -13,8 +13,8 @@ from permille.files import write_atomic
 LABEL = "dev.permille.agent"
 UNIT = "permille-agent.service"
 
-# Several distributions forbid user namespaces. A user unit with ProtectSystem= or PrivateTmp= fails there, so
-# this unit has neither. The system unit in deploy/systemd/ also protects the file system.
+# Several distributions forbid user namespaces. On these, a user unit fails if it has ProtectSystem= or
+# PrivateTmp=, so this unit has neither. The system unit in deploy/systemd/ also protects the file system.
 _SYSTEMD = """\
 [Unit]
 Description=permille agent: personalises a language model on this device

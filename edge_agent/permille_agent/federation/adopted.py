@@ -16,7 +16,7 @@ from permille_agent.state.home import Home, read_record, write_record
 _STATE = "adopted.state"
 _RECORD = "adopted.json"
 START = "round-"
-"""Prefix of the name of such a start. Names of runs are hexadecimal, so no run has this prefix."""
+"""Prefix of `AdoptedRound.start`. Names of runs are hexadecimal, so no run has this prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,6 @@ def _adopted(home: Home, package_digest: str) -> tuple[Path, AdoptedRound] | Non
         record = read_record(path, AdoptedRound)
         if record is not None and record.package == package_digest:
             found = (path.stat().st_mtime_ns, path.parent, record)
-            # The path decides between equal times, because `glob` has no fixed order.
+            # Two records may have the same time. Then the path decides, because `glob` has no fixed order.
             newest = found if newest is None or found[:2] > newest[:2] else newest
     return None if newest is None else newest[1:]

@@ -69,7 +69,7 @@ class Exchanged:
 
 
 def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
-    """Return the offered federation with this name, or whose digest begins with it.
+    """Return the offered federation with this name, or the one whose digest begins with `name`.
 
     Raises:
         InputError: the name fits no federation or several.

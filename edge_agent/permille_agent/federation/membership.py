@@ -18,7 +18,7 @@ Consent:
 History:
 
 - Each load of the history checks its signature, chain and digest. A damaged checkpoint is fetched again.
-- A service must continue the history that the device knows. Another or an older history is refused.
+- A service must continue the history that the device knows. A different or older history is refused.
 """
 
 import secrets
@@ -118,7 +118,7 @@ class Membership:
         """Read the signed definition.
 
         Raises:
-            PackageError: the file is missing or damaged, `round-definition`.
+            PackageError: the file is missing or damaged (`round-definition`).
         """
         try:
             with (self.path / "definition.json").open("rb") as file:
@@ -170,7 +170,7 @@ def memberships(home: Home) -> list[Membership]:
 
 
 def named(home: Home, name: str) -> Membership:
-    """Return the federation with this name, or whose digest begins with it.
+    """Return the joined federation with this name, or the one whose digest begins with `name`.
 
     Raises:
         InputError: the name fits no federation or several.
@@ -188,7 +188,7 @@ def read_definition(data: bytes, digest: str) -> Definition:
     """Parse a definition after a check of its digest.
 
     Raises:
-        PackageError: the digest differs, or the definition is malformed, `round-definition`.
+        PackageError: the digest differs, or the definition is malformed (`round-definition`).
     """
     if (got := digest_of(data)) != digest:
         raise PackageError("round-definition", f"expected the definition {digest}, got {got}")
@@ -285,7 +285,7 @@ def update_history(membership: Membership, definition: Definition, offered: int,
         fetch: fetches the history after a round.
 
     Raises:
-        PackageError: the service has another or an older history, `round-chain`, or the history breaks a
+        PackageError: the service has a different or older history (`round-chain`), or the history breaks a
             rule. The known history is kept.
     """
     try:

@@ -1,15 +1,16 @@
 """The work of this device for one round, called its part: the files and the training.
 
-Below `federations/<digits>/rounds/<n>/`:
+The files in `federations/<digits of the definition's digest>/rounds/<n>/`:
 
-    round.json           the invitation, and the number of withdrawals at that time
+    round.json           the invitation, and the number of withdrawals when it was accepted
     text.json            digest of the rows of text, and name of the engine
     gain.json            reduction of the loss by the pooled state, on rows that no round trains on
     steps.journal        the steps (permille.federation.local), with Adam's state beside it
     contribution.bin     the signed contribution, which is made only once
 
-Each file is a function of earlier files, so a resumed part gives the same bytes. The text is divided as for a
-personal run. Rows that select or judge a personal model do not train a round.
+The steps depend only on the definition, the package, the history, the user's text and the engine. So a part
+that is resumed with the same text and engine makes the same steps. The text is divided as for a personal run.
+Rows that select or judge a personal model do not train a round.
 
 Shapes: T steps of a round, Q directions of a step, W masked weights.
 """
@@ -80,7 +81,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """The folder of one part. For example, `parts(membership)` returns all parts of a federation."""
+    """The folder of one part. The function `parts` lists the parts of a federation."""
 
     membership: Membership
     path: Path
@@ -105,7 +106,7 @@ class RoundPart:
         write_atomic(self.contribution, data, mode=0o600)
 
     def begin_again(self) -> None:
-        """Delete all results, because another text or engine would give other steps."""
+        """Delete all results except the invitation, because another text or engine gives other steps."""
         for path in self.path.iterdir():
             if path.name != "round.json":
                 path.unlink()
@@ -197,7 +198,7 @@ def _train(
         raise InputError("The package of the federation is not installed. Run `permille-agent pull`.")
     with opening(home, release.manifest_digest):
         package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
-        # Hash everything before the training, not when the first damaged tensor is read.
+        # Check all hashes now. Otherwise, a damaged tensor would be found only when the training reads it.
         package.check_blocks()
     history = load_history(membership, definition)
     # FORMAT 13.2: a contribution names the state from which it began, and the service refuses any other.
@@ -216,7 +217,8 @@ def _train(
     engine = interruptible(engine_of(package), context.stop)
     text = Text(rows=prepared.digest, engine=engine.info()["name"])
     if begun != text:
-        # Delete old results before the new record is written. A kill must not leave them beside the record.
+        # Delete the results of the old text before the new record is written. Otherwise, they would count as
+        # results of the new text after a kill.
         part.begin_again()
         write_record(part.path / "text.json", text)
     local = LocalRound(
@@ -279,7 +281,7 @@ def _measured_gain(local: LocalRound, engine: Engine, prepared: Prepared) -> int
     # A state that breaks the model is reported with the lowest possible gain.
     if not math.isfinite(nats):
         nats = -GAIN_NATS
-    # FORMAT 13.2: the gain is clipped, and in the units of a contribution.
+    # FORMAT 13.2: the gain is clipped and converted to the units of a contribution.
     return round(max(-1.0, min(1.0, nats / GAIN_NATS)) * rules.gain_bound)
 
 

@@ -11,7 +11,7 @@ Rules:
 - The total time of each request is limited (`transport.py`).
 - After a failed connection, a timeout, or a status of `LATER_STATUSES`, a request is sent again with
   exponential backoff and full jitter, or after `Retry-After`. Other errors are raised at once. All calls are
-  idempotent.
+  idempotent, so they may be sent again.
 """
 
 import json

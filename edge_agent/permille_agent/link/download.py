@@ -62,7 +62,7 @@ class Download:
         Raises:
             ServiceUnavailableError: all attempts failed without enough progress.
             AccessRefusedError, RequestRefusedError: the service refuses the device, or the request.
-            PackageError: the server sent wrong bytes twice, `blob-digest` or `blob-size`.
+            PackageError: the server sent wrong bytes twice (`blob-digest` or `blob-size`).
             OperatorError: the disk is full or read-only. The downloaded bytes are kept.
         """
         if self._blobs.has(self._digest):
@@ -90,14 +90,14 @@ class Download:
     def _fetch(self) -> None:
         failures, since_s = 0, time.monotonic()
         refused_token = False
-        # An empty blob lacks no bytes, but it needs a file.
+        # For an empty blob there are no bytes to fetch, but its file must be made.
         while (stored := self._stored_bytes()) < self._size_bytes or not self._part.exists():
             try:
                 self._continue(stored)
             except AccessRefusedError:
                 if refused_token:
                     raise
-                # A token is valid for an hour, and a download may take longer.
+                # A token is valid for an hour, and a download may take longer. So sign in again once.
                 refused_token = True
                 self._api.forget_token()
             except RequestRefusedError as exc:

@@ -136,7 +136,7 @@ def enroll(
 
     Raises:
         InputError: the invitation is refused, or the device is enrolled with another server.
-        PackageError: the server's root differs from the invitation's, `trust-root`.
+        PackageError: the server's root differs from the invitation's (`trust-root`).
         RetryableError: the service cannot be reached.
         OperatorError: the service's certificate is not trusted, or a file cannot be written.
     """

@@ -1,7 +1,9 @@
 """Erasing of the user's data, and the end of an enrolment.
 
-- `forget` keeps the identity, the enrolment, the packages, the policy and the privacy ledger. It erases all
-  other files in the home folder, including those of later versions.
+- `forget` erases all files in the home folder, including those of later versions, except for these:
+    - the identity, the enrolment, signed metadata, packages, partial downloads, the policy and lock files,
+    - the privacy ledger, and `consent.json`, in which consent is withdrawn,
+    - what the service must still be told: requests to delete logs, and choices to leave federations.
 - Files are overwritten and then removed. Copies in snapshots, journals, spare flash cells, backups and swap
   are out of reach, and `PROMISE` tells the user.
 - A full disk does not prevent `forget`, because records are then overwritten in place.
@@ -57,8 +59,8 @@ def forget(home: Home) -> Erased:
     """Erase all personal data in the home folder, and withdraw consent. The caller holds the lock.
 
     This erases data references, runs, the personal model, reports, logs and the files of federations.
-    Uploaded logs are first marked for deletion at the service, and federations as left. `deliver` and
-    `exchange` tell the service later.
+    First, uploaded logs are marked for deletion at the service, and federations are marked as left. Later,
+    `deliver` requests the deletions, and an exchange of rounds tells the service which federations were left.
 
     Raises:
         OperatorError: a file cannot be erased. Calling again continues.
@@ -156,7 +158,11 @@ def unenroll(home: Home, api: DeviceApi | None) -> None:
         api: the service, or None if it no longer exists.
 
     Raises:
-        RetryableError, OperatorError: the service cannot be reached. No local file was erased.
+        RetryableError: the service cannot be reached. The enrolment stays.
+        RequestRefusedError: the service does not remove the device. The enrolment stays.
+        OperatorError: the service cannot be asked, for example because its certificate is not trusted. The
+            enrolment stays. Or a file cannot be erased, and some are already gone: call again with
+            `api=None`.
     """
     if api is not None:
         _leave_service(home, api)

@@ -191,7 +191,7 @@ def check_plan(
         program: whether to download the package's ExecuTorch program.
 
     Raises:
-        PackageError: the digest differs, `blob-digest`, or the manifest breaks a rule.
+        PackageError: the digest differs (`blob-digest`), or the manifest breaks a rule.
         OperatorError: the disk is too small.
     """
     if len(manifest_bytes) > MAX_MANIFEST_BYTES:

@@ -36,7 +36,7 @@ class _WithdrawnError(Exception):
 
 
 class Delivery(StrEnum):
-    """Progress of the metrics or of the log of a report.
+    """Progress of sending the metrics or the log of a report.
 
     `FULL` means that the device's quota at the service is used up. The data is kept, and sent again when the
     user runs `permille-agent report`.
@@ -89,7 +89,7 @@ class Delivered:
 def enqueue(
     home: Home, run_id: str, metrics: RunMetrics, *, shared_log: bytes | None, withdrawals: int = 0
 ) -> RunReport:
-    """Queue the report of a run. A run that is already queued is returned unchanged.
+    """Queue the report of a run. If the run already has a report, return this report unchanged.
 
     Args:
         home: the home folder.

@@ -54,7 +54,7 @@ class TrustedReleases:
         read: reads a file of the service.
 
     Raises:
-        PackageError: `root` is not signed root metadata, `trust-malformed`.
+        PackageError: `root` is not signed root metadata (`trust-malformed`).
         OperatorError: the folder cannot be written.
     """
 

@@ -82,7 +82,7 @@ def compare(
     Raises:
         InputError: no personal model is active, or the text cannot be used.
     """
-    model.values(Variant.PERSONAL)  # raises if there is none
+    model.values(Variant.PERSONAL)  # raises if there is no personal model
     folder = find_run(home, model.active.run or "")
     losses = measured_losses(model, data_paths) if data_paths else judged_losses(folder)
     losses = replace(losses, general=folder.require("decision", Decision).general)

@@ -106,7 +106,7 @@ class CompletionForm:
 
     def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None) -> Mapping[str, Any]:
         choice = {"index": 0, **delta, "logprobs": None, "finish_reason": finish_reason}
-        # As in OpenAI's API, all documents but the last then have a `usage` of null.
+        # As in OpenAI's API, if usage is wanted, all documents but the last have a `usage` of null.
         usage = {"usage": None} if self._usage_wanted else {}
         return {**self._head, "object": self.piece_object, "choices": [choice], **usage}
 

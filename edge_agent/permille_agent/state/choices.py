@@ -4,7 +4,8 @@
 - A log or a state, together with its package, gives the personal model. So nothing is shared without consent,
   and no message of a server can change the user's consent.
 - A choice takes effect at once, also for a running training. Storing it needs no writers' lock.
-- Each withdrawal of consent is counted. A log is sent only if the count is the same as when the user agreed.
+- Withdrawals of consent are counted. A log or state is sent only if the count is the same as when the user
+  agreed.
 """
 
 import secrets
@@ -27,7 +28,10 @@ class DataReferences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consent:
-    """Contents of `consent.json`. `withdrawals` counts how often the user has withdrawn consent."""
+    """Contents of `consent.json`.
+
+    `withdrawals` grows by 1 each time the user chooses not to share. After damage to the file, it is random.
+    """
 
     share_log: bool = False
     share_state: bool = False
@@ -83,7 +87,8 @@ def set_sharing(home: Home, *, log: bool | None = None, state: bool | None = Non
         state: whether to share packed states. None keeps the choice.
 
     Raises:
-        OperatorError: the disk is full, and there was no choice before.
+        OperatorError: the file cannot be written. On a full disk, this happens only if there is no earlier
+            `consent.json`, because an earlier one is overwritten in place.
     """
     with FileLock(home.consent.with_suffix(".lock"), timeout=10.0, mode=0o600):
         try:

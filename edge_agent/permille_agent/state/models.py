@@ -150,7 +150,8 @@ def opening(home: Home, package_digest: str) -> Iterator[None]:
             "is installed again. Run the command again."
         ) from exc
     if _is_unused(home, package_digest):
-        with suppress(LockedError), hold_lock(home, "use"):  # if it is locked, the next use does this
+        # If another process holds the lock, the next use of the package writes the record.
+        with suppress(LockedError), hold_lock(home, "use"):
             write_record(home.releases, replace(read_releases(home), previous=None))
 
 
@@ -254,7 +255,7 @@ def activate(home: Home, new: Active, *, expected: Active | None) -> None:
 def rollback(home: Home) -> Active:
     """Activate the previous model, and return it.
 
-    The model that was in use moves to the other end of the history. So repeated rollbacks cycle through all
+    The model that was in use becomes the oldest of the history. So repeated rollbacks cycle through all
     models, and none is lost.
 
     Raises:

@@ -69,8 +69,8 @@ class Stage:
 
     Attributes:
         train: packed rows of all earlier parts.
-        rows: the part's rows in the test split.
-        documents: the part's documents in the test split.
+        rows: place of the part's rows in `Prepared.test`.
+        documents: place of the part's documents in `Prepared.test_documents`.
     """
 
     train: list[Row]
@@ -153,7 +153,7 @@ def prepare(
 def _prepare_little(
     documents: Sequence[Document], total: int, tokenizer: TextTokenizer, row_tokens: int, too_little: str
 ) -> Prepared:
-    """Divide a text that is too short for three splits. `too_little` is the message that says so."""
+    """Divide a text that is too short for three splits. `too_little` is the error message of `assign`."""
     if total < LITTLE_TOKENS:
         raise InputError(
             f"There is too little text: {total} tokens in {len(documents)} documents, and at least "
@@ -188,7 +188,7 @@ def _prepare_little(
         judged += [known[i] for i in places[number]]
     train = packed_rows(tokenized, row_tokens)
     judged_tokens = [sum(int(row.target_T.sum()) for row in test[stage.rows]) for stage in stages]
-    # Only now is the number of targets known, because the first token of a row is not a target.
+    # The number of targets is known only now, because the first token of a row is not a target.
     if sum(tokens // LITTLE_GROUP_TOKENS for tokens in judged_tokens) < MIN_LITTLE_GROUPS:
         raise InputError(least)
     return Prepared(

@@ -48,8 +48,8 @@ NAME_CHARACTERS = 256
 REPEATED_PARAGRAPH_CHARACTERS = 64
 # The child process that parses a document has limited memory, and the document must fit into it.
 MAX_DOCUMENT_BYTES = 64 << 20
-# In a folder, only `.json` files with such a name are read, because others may be anything. A `.json` file
-# that the user names is always read.
+# In a folder, only `.json` files whose names match this are read, because others may be anything. A `.json`
+# file that the user names is always read.
 _EXPORT = re.compile(r"conversations[\w-]*\.json", re.IGNORECASE)
 _FRONT_MATTER = re.compile(r"---[ \t]*\n.*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 _MAX_FRONT_MATTER = 1 << 14

@@ -190,7 +190,8 @@ class TextTokenizer:
             )
         if len(whole.ids_T) <= row_tokens:
             return whole
-        # The completion depends most on the end of the prompt, so keep at least a quarter of a row of it.
+        # The completion depends most on the end of the prompt. So keep the last tokens of the prompt, at
+        # least a quarter of a row.
         first = int(np.argmax(whole.target_T))
         kept = max(row_tokens // 4, row_tokens - (len(whole.ids_T) - first))
         start = max(0, first - kept)
@@ -202,7 +203,10 @@ class TextTokenizer:
         return _document(self._encode(text, rendered=True), text, spans)
 
     def _encode_literal(self, text: str) -> "_Encoding":
-        """Tokenize a user's text with BOS if the tokenizer wants it. Special tokens are treated as text."""
+        """Tokenize a user's text, in which special tokens are treated as text.
+
+        BOS comes first if the tokenizer's configuration asks for it.
+        """
         found = self._encode(text, rendered=False)
         if not self._files.add_bos or self._bos_id is None or found.ids_T[:1].tolist() == [self._bos_id]:
             return found

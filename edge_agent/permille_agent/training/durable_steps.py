@@ -175,7 +175,7 @@ def pulled_gradient(run: Run, values_K: NDArray[np.float32], step: int) -> tuple
 
 
 def store_best_state(run: Run, header: LogHeader, number: int, s_K: NDArray[np.int64]) -> None:
-    """Store the best state of a descent without a log durably, in the format in which it may be shared."""
+    """Store the best state of a gradient descent durably, in the format of a shared state."""
     write_atomic(run.folder.best_state(number), packed_state(header, s_K), mode=0o600)
 
 

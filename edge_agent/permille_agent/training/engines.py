@@ -71,7 +71,10 @@ class EngineChoice:
         return replace(self, name=name) if self.name == AUTO else self
 
     def for_any_package(self) -> "EngineChoice":
-        """Return a choice that opens every package. Two engines need int4 weights or a program."""
+        """Return a choice that opens every package.
+
+        "auto" replaces "light-int8", which needs int4 weights, and "executorch", which needs a program.
+        """
         return replace(self, name=AUTO) if self.name in (LIGHT_INT8, EXECUTORCH) else self
 
 
@@ -87,7 +90,7 @@ class _InterruptibleEngine:
         self._stop = stop
 
     def __getattr__(self, name: str) -> Any:
-        # These two compute nothing.
+        # `info` and `k` compute nothing, so they may still be read.
         if self._stop.is_set() and name not in ("info", "k"):
             raise RunInterrupted("The training was stopped. The same command resumes it.")
         return getattr(self._engine, name)

@@ -51,7 +51,7 @@ class Start(StrEnum):
     """Model that a run starts from.
 
     `ACTIVE` is the active model if it belongs to the package, else the package's pooled state, else
-    the base. `find_start` has exceptions, for example for short texts.
+    the base. `personal.find_start` makes exceptions, for example for short texts.
     """
 
     ACTIVE = "active"
@@ -78,7 +78,7 @@ class TrainOptions:
         start: model to start from. Zeroth-order runs always start at the base.
         batch_rows: rows per step.
         row_tokens: length of the longest row.
-        learn: roles whose turns of a conversation count in the loss. Other documents count in full.
+        learn: roles whose turns of a conversation count in the loss. It has no effect on other documents.
         rate_scale: factor of the learning rate. Use less than 1 if training diverges.
         first_layer: first decoder layer whose masked weights are trained.
         keep_general: largest allowed rise of the loss on general text, in nats per token.

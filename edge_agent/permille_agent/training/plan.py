@@ -35,8 +35,8 @@ JUDGEMENT_SHARE = (0.05, 0.4)  # smallest and largest part of the time for the j
 TRIALS = 4  # number of trials of a typical search
 JUDGED = 3  # number of models that the judgement evaluates: the base, the new one, and often the active one
 TIMED_ROWS = 8  # number of rows that are evaluated to measure the time per token
-# Gradient runs with a time limit make at most this many passes over the text, or `LEAST_STEPS` steps if these
-# are more.
+# Gradient runs with a time limit make at most this many passes over the text, or `LEAST_STEPS` steps if that
+# is more.
 PASSES = 8
 LEAST_STEPS = 40
 # Placeholder for epsilon in the header of a gradient run, which perturbs no weights.
@@ -51,7 +51,7 @@ class Plan:
         epsilon: scale of the perturbations.
         relative_error: relative error of the projected gradients at this epsilon.
         learning_rate: learning rate of the first descent.
-        losses: loss of each trial of the search. The keys are the exponents p of `StepSize`.
+        losses: loss of each trial of the search. The key p stands for the first rate times 3**p.
         base_loss: loss of the start on the select split, or on the test split of a short text.
         total_steps: planned number of steps of the first descent. For a short text, this is the first descent
             on the whole text. The learning rate falls over these steps.

@@ -420,7 +420,7 @@ class Run:
             InputError: neither this tensor nor a later one has masked weights.
         """
         counts, first = self.package.counts, self.options.first_layer
-        # Every decoder layer has the same number of linear layers.
+        # Every decoder layer has the same number of items in `counts`.
         tensor = first * (len(counts) // int(self.package.config["num_hidden_layers"]))
         if not sum(counts[tensor:]):
             raise InputError(f"No masked weight is in layer {first} or above. Name a lower --first-layer.")
@@ -440,7 +440,7 @@ class Run:
         total_steps: int = 1,
         schedule: Schedule = Schedule.CONSTANT,
     ) -> Descent:
-        """Return the description of a descent. Its step unit is not yet fitted to the learning rate."""
+        """Return the description of a descent. `with_step_unit` must still fit its step unit."""
         split, options = None, self.options
         groups = options.estimator in (EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED)
         if options.estimator is EstimatorKind.SPLIT:
@@ -478,7 +478,7 @@ class Run:
 
 
 def widest_block(header: LogHeader) -> int:
-    """Return the number of directions of the largest block. This block has the smallest coefficients."""
+    """Return the largest number of directions of a block. In this block, the coefficients are smallest."""
     sizes: list[int] = [queries.stop - queries.start for queries, _ in header.blocks()]
     return max(sizes)
 

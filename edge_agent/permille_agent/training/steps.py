@@ -136,7 +136,7 @@ class SelectedState:
     Attributes:
         descent: index of the descent that the state comes from.
         step: number of steps of that descent up to the state. 0 is the start.
-        loss: loss of the state on the select split, in nats per token.
+        loss: loss of the state on the select split, in nats per token. It is infinite for a short text.
         steps: number of all steps of that descent.
         rejected: number of rejected steps of that descent.
         s_K: the state.
@@ -181,7 +181,8 @@ def _attempt(run: Run, plan: Plan, number: int, total_steps: int) -> SelectedSta
     """Make one descent. For a short text, make one descent for each judged part and one on the whole text."""
     first, judges, prepared = number * _descents(run), list[SelectedState](), run.prepared
     for place, stage in enumerate(prepared.stages):
-        # The earlier parts have less text than the whole. They get fewer steps, but as many passes.
+        # The earlier parts have less text than the whole. They get fewer steps, but as many passes over their
+        # text.
         run.progress.phase(f"training the state that part {place + 2} of {len(prepared.stages) + 1} judges")
         part = replace(run, prepared=replace(prepared, train=stage.train))
         steps = math.ceil(total_steps * len(stage.train) / len(prepared.train))

@@ -93,7 +93,7 @@ def run_training(
         raise OperatorError(nothing_installed(home))
     with opening(home, release.manifest_digest):
         package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
-        # Hash everything before hours of training, not when the first damaged tensor is read.
+        # Check all hashes now. Otherwise, a damaged tensor would be found only when the training reads it.
         package.check_blocks()
     options = options.within(_positions(package))
     context.progress.phase("reading the text")
