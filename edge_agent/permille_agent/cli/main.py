@@ -106,6 +106,6 @@ def main(arguments: list[str] | None = None) -> int:
         show_error(exc, as_json="--json" in arguments)
         return int(exit_code_of(exc))
     except SystemExit as end:
-        # typer ends every command like this. Without a code, the command was a success.
+        # typer ends every command by SystemExit. If it has no code, the command was a success.
         return end.code if isinstance(end.code, int) else int(ExitCode.OK)
     return int(ExitCode.OK)

@@ -36,8 +36,8 @@ Found = TypeVar("Found")
 class Status:
     """State of a home folder. For example, `Status(home).document()["active"]` is the model in use.
 
-    An attribute is None if its file does not exist or is damaged. `damaged` lists the damaged files, so
-    that one of them does not hide the others.
+    An attribute is None or empty if its file does not exist or is damaged. `damaged` lists the damaged files,
+    so that one damaged file does not hide the state in the others.
     """
 
     def __init__(self, home: Home) -> None:

@@ -34,7 +34,7 @@ class Account:
     rounds: dict[str, str]
 
     def dp_epsilon(self, rounds: int) -> float:
-        """Return the epsilon of a number of rounds.
+        """Return the privacy cost of a number of rounds, as epsilon.
 
         Example:
             >>> account = Account(

@@ -217,7 +217,7 @@ class DeviceApi:
         """Fetch the bytes `begin:end` of a blob. The caller checks their hash.
 
         Raises:
-            OperatorError: the service sends more bytes.
+            OperatorError: the service sends more bytes than that.
         """
         path = f"/v1/packages/{package_digest}/blobs/{blob_digest}"
         part = {"range": f"bytes={begin}-{end - 1}"}

@@ -55,7 +55,7 @@ class Choices(BaseModel):
             max_new_tokens=min(most, MOST_TOKENS),
             temperature=own.temperature if self.temperature is None else self.temperature,
             top_p=own.top_p if self.top_p is None else self.top_p,
-            top_k=own.top_k if self.top_k is None else max(0, self.top_k),  # -1 means no limit, as 0
+            top_k=own.top_k if self.top_k is None else max(0, self.top_k),  # -1 and 0 mean no limit
             repeat_penalty=own.repeat_penalty if self.repeat_penalty is None else self.repeat_penalty,
             seed=secrets.randbelow(_SEEDS) if self.seed is None else self.seed % _SEEDS,
             stop=tuple(word for word in stop if word),

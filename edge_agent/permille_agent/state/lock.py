@@ -1,8 +1,8 @@
 """The lock of the home folder. Each writer holds it, so that `run` and `train` do not write at the same time.
 
-The operating system releases the lock when its holder dies. A note beside the lock file names
-the holder, for error messages.
-A thread that holds the lock may take it again, for example in a command that calls another command.
+The operating system releases the lock when its holder dies. A note beside the lock file names the holder, for
+error messages. A thread that holds the lock may take it again, for example in a command that calls another
+command.
 """
 
 import os

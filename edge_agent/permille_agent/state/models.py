@@ -115,9 +115,9 @@ def training_of_release(home: Home) -> Training:
 
 
 def record_installed(home: Home, release: InstalledRelease) -> None:
-    """Make a package that passed its trial the installed one. An active personal model stays active.
+    """Record that a package is installed, after its trial. An active personal model stays active.
 
-    The last package that was used is kept until the new package was used once.
+    The package that was used last is kept until the new one has been used once.
     """
     known = read_releases(home)
     # If the installed package was never used, the one before it is still the last good one.

@@ -1,4 +1,4 @@
-"""Rendering of chat messages by the package's template, with the character spans of the learned roles.
+"""Rendering of chat messages by the package's template, with the character spans of the turns to learn.
 
 The template is foreign code. It is rendered in a child process with limits of time, memory and size
 (`permille.sandbox`). A template that exceeds a limit is an error of the package.

@@ -33,7 +33,7 @@ class TokenizedDocument:
     Attributes:
         ids_T: token ids, int64.
         target_T: whether the token counts in the loss, bool. The first token never counts.
-        bytes_T: number of bytes of the text that the token encodes, int64. They give the bits per byte.
+        bytes_T: number of bytes of the text that the token encodes, for the loss in bits per byte, int64.
     """
 
     ids_T: NDArray[np.int64]

@@ -84,7 +84,7 @@ class Decision:
         number: the index of this decision among all on this device, from 1.
         against_base: the reduction of the loss from the base to the state.
         against_active: the reduction of the loss from the active or pooled model to the state.
-        pooled: whether the package's pooled state was active.
+        pooled: whether the package's pooled state was the incumbent.
     """
 
     descent: int

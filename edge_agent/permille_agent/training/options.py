@@ -21,8 +21,8 @@ from permille_agent.training.progress import SILENT, RunProgress
 
 DEFAULT_MINUTES = 30.0
 DEFAULT_ESTIMATOR = EstimatorKind.GRADIENT
-# Directions per step. With these, a step of SPSA, one-sided or split costs about 16 forward passes. A step of
-# `forward` always costs about 3 (`permille.zo.estimators`).
+# Directions per step. With these numbers, a step of SPSA, one-sided or split costs about 16 forward passes.
+# A step of `forward` always costs about 3 (`permille.zo.estimators`).
 DEFAULT_QUERIES = {
     EstimatorKind.GRADIENT: 0,
     EstimatorKind.SPSA: 8,

@@ -403,10 +403,10 @@ class Run:
         return TrainingBatches(self.prepared.train, batch_rows=options.batch_rows, seed=options.seed)
 
     def pull(self, step: int) -> Batch | None:
-        """Return the rows that pull a step towards the base, or None.
+        """Return the rows that pull a step towards the base. None if the package has no reference.
 
-        ExecuTorch programs do not support soft targets. Their runs have no pull, so only the strength limits
-        the loss on general text.
+        Runs with ExecuTorch have no pull, because its programs do not support soft targets. In these runs, only
+        the strength limits the loss on general text.
         """
         if self.reference is None or self.engine.info()["name"] == EXECUTORCH:
             return None
