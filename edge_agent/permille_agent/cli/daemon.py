@@ -94,7 +94,7 @@ def install_service(
         sys.platform, user_home=Path.home(), agent_home=home.root, command=agent_command(home.root)
     )
     if print_only:
-        # Print no additional line break, so that the redirected output is the same file.
+        # Print no additional line break, so that redirected output equals the file that would be written.
         echo(file.text, nl=False)
         return
     write_file(file)

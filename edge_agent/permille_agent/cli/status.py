@@ -41,7 +41,7 @@ class Status:
     """
 
     def __init__(self, home: Home) -> None:
-        # The keys are error messages. Each is there once, even if several attributes need the damaged file.
+        # The keys are error messages. A message is kept once, even if several attributes need the file.
         self.home, self._damaged = home, dict[str, None]()
         runs = list_runs(home)
         self.run = run = runs[-1] if runs else None

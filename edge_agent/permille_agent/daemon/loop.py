@@ -1,6 +1,6 @@
 """The daemon. It polls the service, pulls packages, trains when the policy allows, and sends reports.
 
-Each decision uses only the home folder, and each action can be resumed. So the daemon may be killed at any
+The daemon keeps its state only in the home folder, and each action can be resumed. So it may be killed at any
 moment. `daemon.json` has the minutes used today, the failures and the last training. The log contains no text
 and no file names of the user.
 """
@@ -311,7 +311,7 @@ class Daemon:
         return True
 
     def _training_failed(self, error: PermilleError, wanted: str) -> None:
-        """Plan another attempt if it may help. Otherwise wait for another package or other data."""
+        """Plan another attempt if the error may pass. Otherwise wait for a new package or new data."""
         # An InputError may name the user's files, and these must not get into the system's log.
         words = "`permille-agent status` says why" if isinstance(error, InputError) else str(error)
         log.warning("training: %s: %s", type(error).__name__, words)

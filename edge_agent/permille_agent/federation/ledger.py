@@ -60,7 +60,7 @@ def read_ledger(home: Home) -> Ledger:
     """Read the ledger. It is empty if there is no file.
 
     Raises:
-        InputError: the file is damaged. The device then takes part in no round with privacy.
+        InputError: the file is damaged. The device then takes part in no round that promises privacy.
     """
     try:
         return read_record(home.ledger, Ledger) or Ledger()

@@ -173,7 +173,7 @@ def train_part(
     The caller holds the writers' lock.
 
     Raises:
-        InputError: there is too little text, another package is installed, or the round is over.
+        InputError: there is too little text, the federation's package is not installed, or the round is over.
         PackageError: the package, the history or the definition is damaged.
     """
     try:

@@ -41,7 +41,7 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(TokenSampling):
-    """Settings of text generation. `stop` lists texts that end it.
+    """Settings of text generation. `stop` lists texts that end the generation.
 
     The defaults are for models without settings of their own.
     """

@@ -187,7 +187,7 @@ def _questions(model: LocalModel) -> Sequence[str]:
 
 
 def _answer(model: LocalModel, question: str) -> Sample:
-    """Return the answers of both models to a question. Each token is the most likely one."""
+    """Return the answers of the base and the personal model to a question, without random choices."""
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0.0)
     base, personal = (
         "".join(model.reply([("user", question)], variant, sampling)[1]).strip()

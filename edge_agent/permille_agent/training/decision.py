@@ -273,7 +273,7 @@ def _losses_beside_active(
     personal = _measured_once(
         run.folder, "personal-passages", lambda: joined(map(_passage_losses, parts, own))
     )
-    # Leave out what the active model has learned from. Its losses there say nothing about new text.
+    # Leave out text that the active model has learned from. Its losses there say nothing about new text.
     new_D = np.array([document.group not in incumbent.learned for document in whole])
     # A passage has 0 tokens if a tokenizer refused it. Compare only passages that both tokenizers accepted.
     both_D = new_D & (active.tokens_D > 0) & (personal.tokens_D > 0)

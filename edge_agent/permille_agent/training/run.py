@@ -403,10 +403,11 @@ class Run:
         return TrainingBatches(self.prepared.train, batch_rows=options.batch_rows, seed=options.seed)
 
     def pull(self, step: int) -> Batch | None:
-        """Return the rows that pull a step towards the base. None if the package has no reference.
+        """Return the rows that pull a step towards the base. None means no pull.
 
-        Runs with ExecuTorch have no pull, because its programs do not support soft targets. In these runs, only
-        the strength limits the loss on general text.
+        Without general text in the package, there is no pull. Runs with ExecuTorch have none either, because
+        its programs do not support soft targets. In these runs, only the strength limits the loss on general
+        text.
         """
         if self.reference is None or self.engine.info()["name"] == EXECUTORCH:
             return None
