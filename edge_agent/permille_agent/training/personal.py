@@ -209,7 +209,7 @@ def shareable(folder: RunFolder, form: LogForm) -> bytes:
     Both are personal data. With the package, they give the personal model at full strength.
 
     Raises:
-        InputError: the run followed the gradient and has no log.
+        InputError: a log is asked for, but the run followed the gradient and has none.
         PackageError: the journal is damaged or too short.
     """
     decision = folder.require("decision", Decision)

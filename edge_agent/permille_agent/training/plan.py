@@ -51,7 +51,8 @@ class Plan:
         epsilon: scale of the perturbations.
         relative_error: relative error of the projected gradients at this epsilon.
         learning_rate: learning rate of the first descent.
-        losses: loss of each trial of the search. The key p stands for the first rate times 3**p.
+        losses: loss of each trial of the search. The key p stands for the search's first
+            rate times 3**p.
         base_loss: loss of the start on the select split, or on the test split of a short text.
         total_steps: planned number of steps of the first descent. For a short text, this is the first descent
             on the whole text. The learning rate falls over these steps.
