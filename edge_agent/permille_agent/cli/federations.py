@@ -106,7 +106,7 @@ def join(
     home = home_of(context)
     enrolment, _ = require_enrolment(home)
     with open_api(home) as api:
-        # The list is not signed. `fetch_definition` checks that the definition is.
+        # The list is not signed. `fetch_definition` checks that the definition is signed.
         offer = find_offer(api.federations(), name)
         definition = fetch_definition(home, api, enrolment, offer)
         release = installed_release(home)

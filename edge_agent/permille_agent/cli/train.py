@@ -326,7 +326,7 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
     if log.value == "queued":
         console.print("Your log or trained values wait to be sent. `permille-agent report` sends them now.")
     for example in result.bad_row_examples[:SHOWN_EXAMPLES]:
-        # File names may contain brackets.
+        # File names may contain brackets, which rich would read as markup.
         console.print(f"  {example}", markup=False, highlight=False)
     decision, metrics = result.decision, result.metrics
     if decision is None or metrics is None:

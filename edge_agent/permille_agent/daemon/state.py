@@ -60,7 +60,7 @@ def data_fingerprint(paths: Sequence[Path]) -> str:
             status = path.stat()
         except OSError:
             continue
-        # File names need not be UTF-8.
+        # In a name that is not UTF-8, Python replaces bytes by surrogates. This restores the bytes.
         digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
     return digest.hexdigest()
 

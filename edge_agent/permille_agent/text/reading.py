@@ -116,7 +116,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
 
 
 def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
-    """Read documents like `read_documents`. The result may be empty."""
+    """Read the documents of files and folders, without duplicates. There may be none."""
     report = DataReport()
     rows: list[Row] = []
     # One child process for all documents, because starting it takes longer than parsing most documents.

@@ -107,7 +107,7 @@ def stop_of(
 
 
 def best_of(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Return the first evaluation with the lowest loss. If no loss is finite, return the evaluation of the start.
+    """Return the first evaluation with the lowest loss, or that of the start if no loss is finite.
 
     Example:
         >>> best_of([Evaluation(0, 3.0), Evaluation(5, 2.0), Evaluation(10, 2.0)]).step
