@@ -237,7 +237,7 @@ def share_log_delete(
     home = home_of(context)
     with open_api(home) as api, hold_lock(home, "share-log"):
         with contextlib.suppress(InputError):
-            # If the folder is gone (`prune_runs`, `forget --run`), the user must give the id, which the report has.
+            # The folder may be gone (`prune_runs`, `forget --run`). Then only the id names the run.
             run = run and named_run(home, run).run_id
         # Store first that the logs must be deleted, so that the next report repeats a failed request.
         wanted = want_deletion(home, run)

@@ -51,7 +51,7 @@ _TRANSPORT_ERRORS = (
 )
 LATER_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
-# A callable body is called before each attempt, and may raise.
+# A callable body is called before each attempt. It may raise, to stop the request.
 Body = bytes | Mapping[str, Any] | Callable[[], bytes] | None
 
 

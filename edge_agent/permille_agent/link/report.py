@@ -80,7 +80,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """Result of `deliver`: the numbers of reports that were delivered, and that the service refused."""
+    """Result of `deliver`: number of delivered reports, and of reports that the service refused."""
 
     sent: int
     refused: int

@@ -149,7 +149,7 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
 
 
 def continue_prompt(model: LocalModel, prompt: str, sampling: Sampling) -> Sample:
-    """Return each model's continuation of a prompt. A chat model answers a question instead."""
+    """Return each model's continuation of a prompt. If the prompt is a question, a chat model answers it."""
     written = {variant.value: model.write(prompt, variant, sampling) for variant in model.variants}
     return Sample(prompt=prompt, **written)
 

@@ -40,7 +40,7 @@ class Request(Choices):
 
     def choices(self, model: LocalModel) -> Sampling:
         """Return the sampling settings of this request."""
-        # `max_tokens` is the old name. Programs may send both.
+        # `max_tokens` is the old name of `max_completion_tokens`. Programs may send both.
         return self.sampling(model.sampling, self.max_completion_tokens or self.max_tokens)
 
 
