@@ -48,7 +48,7 @@ __all__ = [
     "sensitivity_mask",
 ]
 
-# Training is a part of the agent, so `Personalizer` is defined there. It is the only name from a program.
+# Training is a part of the agent, so `Personalizer` is defined there. All other names are from this library.
 _HOMES = {
     "ChosenAdapter": "permille.package.build",
     "ChosenMask": "permille.package.build",

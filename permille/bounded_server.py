@@ -60,7 +60,7 @@ class Place:
     def close(self) -> None:
         """End the connection. A thread that waits for input then reads the end of input."""
         with suppress(OSError):  # it may have ended already
-            # `SSLSocket.shutdown` drops the TLS state while another thread still reads with it.
+            # Do not call `SSLSocket.shutdown`: it drops the TLS state, which another thread may still use.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def close_stranger(self) -> None:
@@ -78,7 +78,7 @@ class Connections:
         self._taken: list[Place] = []
 
     def admit(self, connection: socket.socket, host: str) -> Place | None:
-        """Give a connection a place, and disconnect a stranger to make room. Return None if that fails."""
+        """Give a connection a place. At a limit, disconnect a stranger for it, or return None without one."""
         place = Place(key=address_key(host), socket=connection)
         with self._lock:
             of_one = [one for one in self._taken if one.key == place.key]

@@ -31,7 +31,8 @@ def make_private(folder: Path) -> None:
     """Create a folder with mode 0700, or change an existing folder to that mode.
 
     Raises:
-        OperatorError: the folder cannot be created, or it belongs to another user and is not private.
+        OperatorError: the folder cannot be created, or its mode cannot be changed: it belongs to another
+            user, or the disk is read-only.
     """
     try:
         # An existing folder keeps its mode, so the mode is checked below.

@@ -100,7 +100,7 @@ def start_tracing(program: str) -> None:
     """Export spans if `OTEL_EXPORTER_OTLP_ENDPOINT` is set.
 
     Raises:
-        OperatorError: it is set, and the extra `telemetry` is not installed.
+        OperatorError: the variable is set, but the extra `telemetry` is not installed.
     """
     if not os.environ.get(ENDPOINT):
         return
@@ -196,7 +196,10 @@ def span(name: str, above: Trace | None, attributes: Mapping[str, str | int]) ->
 
 @contextmanager
 def request(above: Trace | None) -> Iterator[Trace]:
-    """Set the trace of a request. If spans are exported, FastAPI's instrumentation has already made one."""
+    """Set the trace of a request for the block.
+
+    If spans are exported, FastAPI's instrumentation has already started a span, and its trace is used.
+    """
     here = above or Trace.new()
     if _tracer() is not None:
         from opentelemetry import trace

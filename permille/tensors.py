@@ -58,7 +58,7 @@ class RawTensor:
     def all_finite(self) -> bool:
         """Return whether all numbers are finite.
 
-        Only exponents are compared, or for Q8_0 the scales, and nothing large is copied.
+        This reads only the exponents, or for Q8_0 only the scales, and copies nothing large.
         """
         if self.dtype == Q8_0:
             scale_B = np.ascontiguousarray(self.data.reshape(-1, Q8_0_BYTES)[:, :2]).view("<f2")

@@ -43,7 +43,7 @@ _LIMITS = {
 GAIN_NATS = 0.25
 # With a clip, the largest gain in integer units is the clip divided by this.
 GAIN_SHARE = 10
-_GAIN_UNITS = 1024
+_GAIN_UNITS = 1024  # the largest gain in integer units, without a clip
 MAX_LOCAL_STEPS = 1024
 # The largest learning rate and epsilon. Weights lie below one, so larger values make no sense.
 MAX_RATE = 10.0
@@ -56,7 +56,8 @@ class Rule(StrEnum):
     TRIMMED = "trimmed"
 
 
-# A sum over fewer devices reveals much about each device. Operators and devices must allow it by a flag.
+# A sum over fewer devices reveals much about each device. Operators and devices must allow such sums by a
+# flag.
 FEW_DEVICES: Final = 10
 
 
@@ -65,16 +66,16 @@ class Definition:
     """A federation: its directions, its rounds, its rule, and the training of its devices.
 
     Attributes:
-        log: the header of the history, in units of the pooled state. Round r has its steps rK to rK
-            + K - 1.
+        log: the header of the history, in units of the pooled state. With K steps in a round, round r has
+            the steps r K to r K + K - 1 of the history.
         round_key: the Ed25519 public key that verifies heads, base64url without padding.
         steps: K, the local steps of a round.
         guard_bits: F. The coefficients of a device are in units of `2**(e + F)`, where e is the step unit
             exponent of `log`.
         rate_shift: g. The pooled state moves by `2**g` times the result of the rule.
         clip: the bound on the Euclidean norm of a device's vector, or None.
-        trim_percent: the share of devices to drop at each end of a coordinate, for `Rule.TRIMMED`.
-            With 50, the median remains.
+        trim_percent: for `Rule.TRIMMED`, the percentage of devices whose values are dropped at each end
+            of a coordinate. With 50, the median remains.
         max_weight: the largest weight of a device; 1 if all devices count equally.
         minimum: smallest number of devices of a round. With fewer, the round is void.
         batch_rows: the number of texts in a device's batch.
@@ -125,7 +126,7 @@ class Definition:
                 f"total_steps must be a multiple of the {self.steps} steps of a round, "
                 f"not {self.log.total_steps}."
             )
-        # Otherwise the same rule could be written in two ways, and have two digests.
+        # The two fields must agree. Otherwise the same rule could be written in two ways, with two digests.
         if (self.rule is Rule.TRIMMED) != (self.trim_percent > 0):
             raise InputError(
                 "trim_percent must be above 0 for the rule trimmed, and 0 for the rule mean, "

@@ -82,8 +82,8 @@ def take_local_steps(
     Args:
         part: the constants of the round.
         engine: an engine of the package. For the estimator `gradient`, it needs a reverse pass.
-        batches: a function that returns the batch for the number of a step. This is a step of the history,
-            or for `gradient`, a local step.
+        batches: a function that returns the batch of a step by its number. Steps are counted through the
+            whole history. With the estimator `gradient`, they are local steps, else steps of the log.
         folder: a folder for this round alone, where the steps are stored.
 
     Raises:

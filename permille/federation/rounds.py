@@ -6,7 +6,7 @@ longer than the clip, it is scaled down to the clip before the sum, and rounded 
 quotients are published, so anyone can replay the history like a log.
 
 Shapes: M = devices, K = steps of a round, J = directions of a step of the history, W = masked
-weights.
+weights, T = steps that a device did, Q = a device's queries.
 """
 
 import hashlib

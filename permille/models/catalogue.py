@@ -63,7 +63,10 @@ class Entry:
         return sum(map(prod, expected_tensors(self.config).values()))
 
     def package_bytes(self, scheme: Scheme) -> int:
-        """Return the size of a package without its tokenizer. Embedding and head have 8 bits, norms 32."""
+        """Return the size of a package without its tokenizer.
+
+        A weight of embedding or head is stored in 8 bits, and a weight of a norm in 32.
+        """
         shapes = expected_tensors(self.config)
         linears = sum(prod(shape) for _, shape in scoped_tensors(self.config))
         # Biases are 1-D, too, and are stored like norms.

@@ -181,7 +181,7 @@ _SANDWICH = {
     "norm_mlp_out": "post_feedforward_layernorm",
 }
 
-# Norms follow attention and feed-forward part, and none precede them.
+# One norm follows attention, and one follows the feed-forward part. No norm comes before them.
 _NORMED_AFTER = BlockNames(
     norm_attention=None,
     norm_attention_out="post_attention_layernorm",

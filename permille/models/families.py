@@ -1,8 +1,8 @@
 """Family, shape, tensors and linear layers of a model, from its `config.json` alone.
 
-Tensor names are those of the state dict of transformers 5. `canonical_name` maps older checkpoints to
-them. A config is untrusted input, so every number is checked before it becomes a shape. This module uses
-no torch and reads no files.
+Tensor names are those of the state dict of transformers 5. `canonical_name` translates the names in older
+checkpoints. A config is untrusted input, so every number is checked before it becomes a shape. This module
+uses no torch and reads no files.
 
 The shape of a linear layer's weight is (N, K) = (out_features, in_features).
 """
@@ -158,7 +158,7 @@ class ModelShape:
         head: the width of an attention head.
         embedded: the width of the embedding. OPT projects it to the hidden size.
         positions: the rows of the table of learned positions, or 0 without one.
-        normed: whether norms have weights. Those of some OPT models have none.
+        normed: whether norms have weights. The norms of some OPT models have none.
         normed_last: whether there is a norm before the head.
         tied: whether the output head shares the embedding.
         biased: the roles of the linear layers with a bias.
@@ -183,7 +183,7 @@ class ModelShape:
     keys: frozenset[str]
 
     def linear(self, part: LayerPart | None = None) -> dict[str, tuple[int, int]]:
-        """Return the linear layers of a block, or of a part of it, by names relative to the block."""
+        """Return the shapes of the linear layers in a block, or in one part of it, by name in the block."""
         query, key = self.heads * self.head, self.kv_heads * self.head
         shapes = {
             "query": (query, self.hidden),
@@ -203,7 +203,7 @@ class ModelShape:
         return found
 
     def block(self) -> dict[str, TensorShape]:
-        """Return all tensors of a block, the linear layers first."""
+        """Return the shapes of all tensors of a block by name in the block, the linear layers first."""
         names = self.about.names
         tensors: dict[str, TensorShape] = dict(self.linear())
         for role in _NORMS if self.normed else ():
@@ -217,7 +217,7 @@ class ModelShape:
         return tensors | {f"{name}.bias": tensors[f"{name}.weight"][:1] for name in biased}
 
     def norm(self, name: str, width: int) -> dict[str, TensorShape]:
-        """Return the tensors of one norm."""
+        """Return the shapes of the tensors of one norm, by name."""
         weight: dict[str, TensorShape] = {f"{name}.weight": (width,)}
         return weight | ({f"{name}.bias": (width,)} if self.about.norm is NormKind.LAYER else {})
 

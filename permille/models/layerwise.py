@@ -11,8 +11,8 @@
 
 The model is that of transformers, in eval mode. It is built on torch's device "meta", without memory. In the
 model, recorders replace the decoder layers. A recorder stores the arguments that the model passes to a layer
-(masks, rotations), so this module needs no code for single families. The real layer gets the stored
-arguments: they depend only on the shape of the input.
+(masks, rotations), so this module needs no code for single families. These arguments depend only on the
+shape of the input, so the real layer is later called with the stored ones.
 
 If gradients are enabled, `layer` and `logits` are differentiable with respect to the hidden states, and to
 parameters on which the caller sets `requires_grad_()`. This module holds the hidden states of the last run,
@@ -85,7 +85,7 @@ class LayerStream:
             _empty(module)
 
     def _run(self, tokens_BT: Tensor, replaced: Tensor | None = None) -> Tensor:
-        """Run the model with recorders in place of layers. If `replaced` is set, the first one returns it.
+        """Run the model with recorders in place of layers. The first recorder returns `replaced`, if set.
 
         Without `replaced`, the caller needs only the recorded hidden states, so the model computes only the
         logits of the last token.

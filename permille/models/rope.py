@@ -7,8 +7,9 @@ Frequencies are computed in float64 and rounded once. Angles are float32 product
 
 Known types: default, linear, dynamic, llama3 (Llama 3.1), yarn (YaRN, sections 3.2 and 3.4), longrope
 (LongRoPE, section 3.2). "dynamic" changes nothing up to the model's last position, and no sequence is
-longer. Beyond the original context, "longrope" has other frequencies, and "yarn" with
-`llama_4_scaling_beta` (Ministral 3) scales scores. These two are supported only within that context.
+longer. Beyond the original context (`original_max_position_embeddings`), "longrope" has other frequencies,
+and "yarn" with `llama_4_scaling_beta` (Ministral 3) scales scores. So these two are supported only within the
+original context.
 """
 
 import math
@@ -65,7 +66,7 @@ class Rope:
 
     @property
     def rotated(self) -> int:
-        """Return the number of rotated dimensions of a head, counted from the first."""
+        """Return the number of rotated dimensions of a head. They are the first dimensions of the head."""
         return 2 * len(self.frequency_E)
 
     def tables(self, position_T: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -110,7 +111,7 @@ def rope_of(parameters: Mapping[str, Any], *, head: int, positions: int) -> Rope
         frequency_E = _llama3(frequency_E, given, positions)
     elif kind == "yarn":
         frequency_E, scaling = _yarn(frequency_E, given, theta, width, positions)
-        if "llama_4_scaling_beta" in given:  # beyond the original context, scores would be scaled, too
+        if "llama_4_scaling_beta" in given:  # beyond the original context, it would also scale scores
             longest = int(_context(given, positions))
     elif kind == "longrope":
         longest = int(_context(given, positions))

@@ -61,8 +61,8 @@ class BlobWriter:
         """Make the blob durable and visible. Return its digest.
 
         Raises:
-            PackageError: `blob-digest` if `expected` is another digest. The blob then does not
-                exist.
+            PackageError: `blob-digest`: the digest of the written bytes is not `expected`. Nothing is
+                stored then.
         """
         digest = "sha256:" + self._hash.hexdigest()
         if expected is not None and digest != expected:
@@ -91,7 +91,7 @@ class BlobFolder:
     def hurried(self) -> "BlobFolder":
         """Return the same store with short timeouts, for callers that hold a database lock.
 
-        A folder has no timeouts.
+        A folder has no timeouts, so it returns itself.
         """
         return self
 
@@ -140,7 +140,7 @@ class BlobFolder:
         """
         with self.open(digest) as file:
             data = file.read(limit + 1)
-        # The read above asked for one byte more than the limit, so more memory is never used.
+        # The read above takes at most one byte more than the limit, so a large blob cannot fill the memory.
         if len(data) > limit:
             raise PackageError(
                 "blob-size", f"The blob {digest} has more than {limit} bytes, which is too large."
@@ -274,8 +274,8 @@ class BlobFolder:
         """Return a separate store inside this one, with its own listing and deletion.
 
         Args:
-            private: whether a bucket keeps no local copies of the blobs. It then refuses `path`. A folder
-                ignores this.
+            private: True if the store may keep no local copies of its blobs. This matters only for a
+                bucket, which then refuses calls of `path`.
         """
         return BlobFolder(self.root.joinpath(*map(_checked, names)))
 
@@ -296,7 +296,7 @@ class BlobFolder:
         removed = 0
         for path in (self.root / "incoming").glob("*.tmp"):
             try:
-                # The file of a writer that still runs is younger.
+                # Callers choose a `before_s` so far back that a running writer has written since.
                 if path.stat().st_mtime < before_s:
                     path.unlink()
                     removed += 1

@@ -83,7 +83,7 @@ class ChosenMask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenAdapter:
-    """The adapter to train instead of masked weights (FORMAT 4.10). Its matrices A are drawn from `seed`."""
+    """The adapter to train instead of masked weights (FORMAT 4.10). `seed` fixes its random matrices A."""
 
     kind: AdapterKind
     rank: int
@@ -112,8 +112,8 @@ def pack_model(
             (`permille.models.gguf.codes`).
 
     Raises:
-        InputError: the mask or adapter does not fit, weights are not finite, or a file is too
-            large.
+        InputError: the mask or the adapter does not fit the model, weights are not finite, or a
+            file is too large.
         PackageError: a package may not contain a file of the model.
         OSError: from the file system.
 
@@ -174,8 +174,8 @@ def write_layers(
     *,
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Write the layers as `write_package` does, but do not store the manifest. Return it, so that a caller
-    can add to it.
+    """Add the other layers to the dense and the plain layer. Return the manifest without storing it, so that
+    a caller can add to it.
 
     Raises:
         InputError, PackageError, OSError: as for `pack_model`.
@@ -184,7 +184,7 @@ def write_layers(
         trainable, tensors, own = _write_mask(blobs, model, chosen)
     else:
         trainable, tensors, own = _write_adapter(blobs, model, chosen)
-    # A reader refuses keys outside of the allow-list (FORMAT 3.3).
+    # A reader refuses keys outside of the allow-list (FORMAT 3.3), so remove them.
     config = write_file(blobs, "config.json", config_bytes(clean_config(model.config)))
     return Manifest(
         model=ModelInfo(family=family_of(model.config).value, config=config.digest),
@@ -224,7 +224,7 @@ def plain_tensors(model: SourceModel, embeddings: Embeddings | str = Embeddings.
 def _write_mask(blobs: BlobFolder, model: SourceModel, mask: ChosenMask) -> _Trainable:
     scoped = dict(scoped_tensors(model.config))
     masks = {name: mask.indices.get(name, _NONE) for name in scoped}
-    # FORMAT 4.4: every linear layer has an entry, even if none of its weights is masked.
+    # FORMAT 4.4: every linear layer has an entry in the mask, even if none of its weights is masked.
     counts = {name: indices.size for name, indices in masks.items()}
     values = (masked_values(model.raw(name), indices) for name, indices in masks.items())
     own = [write_mask(blobs, mask.indices, list(scoped)), write_values(blobs, values, list(scoped))]

@@ -39,7 +39,7 @@ def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with the keys of the allow-list only.
 
     Raises:
-        InputError: the rest is not the config of a family that we know.
+        InputError: the family is unknown, or a key that the family needs is missing or invalid.
     """
     family_of(config)
     cleaned = {key: config[key] for key in sorted(config) if key in CONFIG_KEYS}

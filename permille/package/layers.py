@@ -40,7 +40,7 @@ def write_dense(
     """Write the quantized weights (FORMAT 4.2). NF4 uses the serialization of bitsandbytes.
 
     Raises:
-        InputError: a tensor has another scheme or group size, or a name occurs twice.
+        InputError: a tensor's scheme or group size is not that of `how`, or a name occurs twice.
         OSError: from the file system. No blob is left.
     """
     with SafetensorsWriter(blobs) as writer:
@@ -124,8 +124,8 @@ def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence
     Each quantized tensor gets one 1-D tensor of values.
 
     Args:
-        values: one tensor for each name of `order`, in that order. It is empty if the quantized tensor has
-            no masked weights.
+        values: one tensor for each name of `order`, in that order. The tensor is empty if no weights of the
+            quantized tensor are masked.
 
     Raises:
         InputError: the tensors have other names or another order, or one is not 1-D.
@@ -150,8 +150,8 @@ def write_file(blobs: BlobFolder, path: str, data: bytes) -> Layer:
 
     Raises:
         InputError: the name is not on the list.
-        PackageError: `config-malformed`, `config-key` or `config-model`, as a reader would raise
-            it.
+        PackageError: `config-malformed`, `config-key` or `config-model`: a reader would refuse the
+            file.
     """
     if path not in FILE_NAMES:
         raise InputError(f"A package may not hold a file {path!r}, only {', '.join(sorted(FILE_NAMES))}.")
@@ -160,7 +160,7 @@ def write_file(blobs: BlobFolder, path: str, data: bytes) -> Layer:
 
 
 def masked_values(weight: RawTensor, indices: NDArray[np.uint32]) -> RawTensor:
-    """Return the sparse values of one weight, in the weight's own dtype."""
+    """Return the values of the masked weights of one tensor, in the tensor's own dtype."""
     _check_float(weight)
     # Copy bits, not numbers: numpy has no bfloat16.
     items = weight.data.view("<u4" if weight.dtype == "F32" else "<u2")[indices]

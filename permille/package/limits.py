@@ -12,7 +12,7 @@ MAX_MANIFEST_BYTES = 4 << 20
 MAX_HEADER_BYTES = 8 << 20
 MAX_FILE_BYTES = 64 << 20
 MAX_REFERENCE_BYTES = 8 << 20  # FORMAT 4.12
-# 4 TiB. This also limits the tensors that the header of a foreign file can claim.
+# 4 TiB. This is also the largest size that the header of a foreign file can claim for a tensor.
 MAX_LAYER_BYTES = 1 << 42
 MAX_TENSORS = 1 << 16
 MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32
@@ -78,8 +78,7 @@ MEDIA_TYPES = {
 # FORMAT 3.3: a package has one layer of each of these roles.
 REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.BLOCKS)
 MASK_ROLES, ADAPTER_ROLES = (Role.MASK, Role.VALUES), (Role.ADAPTER,)
-# FORMAT 4.9: the additions, which are the layers that the parent of a package lacks, and the key of each in
-# the provenance.
+# FORMAT 4.9: the additions, each with its key in the provenance. The parent of a package lacks these layers.
 ADDITIONS = {Role.POOLED: "pooling", Role.PROGRAM: "export"}
 # FORMAT 4.7: the layers with hashed blocks, in the order of the list of hashes.
 BLOCKED_ROLES = (Role.DENSE, Role.PLAIN)

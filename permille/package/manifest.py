@@ -52,7 +52,8 @@ from permille.quantization.types import (
 
 Member = TypeVar("Member", bound=StrEnum)
 
-_CODE_BOOK_BYTES = 320  # FORMAT 4.2: the largest size of code table and state beside an nf4 weight
+# FORMAT 4.2: an nf4 weight also has a code table and a quantization state, of at most this size together.
+_CODE_BOOK_BYTES = 320
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +86,8 @@ class Quantization:
 
         The header of the layer is not included.
         """
-        # FORMAT 4.2: the scales of GGUF blocks stay float16.
-        item = 2 if self.name is Scheme.SOURCE else 4  # float16 or float32
+        # FORMAT 4.2: scales are float16 with scheme source, as in GGUF blocks, and float32 otherwise.
+        item = 2 if self.name is Scheme.SOURCE else 4
         scales = math.prod(scales_shape(self.name, shape, self.group_size))
         least = packed_size(bits_of(self.name), shape) + item * scales
         if self.name is Scheme.SOURCE:  # each tensor is between Q4_0 (least) and Q8_0 (most)
@@ -160,7 +161,7 @@ class AdapterInfo:
 class TensorInfo:
     """A quantized weight: its shape (N, K), and the count of its trained numbers.
 
-    With a mask, `count` is the number of masked weights. The index in `Manifest.tensors` is the tensor_id.
+    With a mask, `count` is the number of masked weights. The tensor_id is the index in `Manifest.tensors`.
     """
 
     name: str
@@ -195,7 +196,7 @@ class Layer:
             raise PackageError("layer-path", f"expected one of {sorted(FILE_NAMES)}, got {self.path!r:.100}")
         if self.role is not Role.FILE and self.path is not None:
             raise PackageError(
-                "layer-path", f"expected no path of a {self.role} layer, got {self.path!r:.100}"
+                "layer-path", f"expected no path for a {self.role} layer, got {self.path!r:.100}"
             )
 
     @property
@@ -206,7 +207,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A package. Its `tensors` are in the order of the model, and its layers in the order of `Role`.
+    """The manifest. `tensors` are in the order of the model, and `layers` in the order of `Role`.
 
     Raises:
         PackageError: a rule of FORMAT 3 is broken. The code says which.
@@ -262,7 +263,7 @@ class Manifest:
     @property
     def size_bytes(self) -> int:
         """The bytes of the manifest and of all distinct blobs."""
-        # Two layers may have the same bytes, and a blob is stored and downloaded once.
+        # Layers with the same bytes share one blob, so it counts once.
         return len(self.to_bytes()) + sum({x.digest: x.size_bytes for x in self.layers}.values())
 
     @property
@@ -292,7 +293,7 @@ class Manifest:
 
     def with_reference(self, layer: Layer, made: Mapping[str, JSON]) -> "Manifest":
         """Return this package with a reference, and the record of how it was made."""
-        # A reference is a part of the package, not an addition (FORMAT 4.9): the parent keeps it.
+        # A reference is not an addition (FORMAT 4.9), so the parent of a package has it, too.
         layers = sort_layers([*(x for x in self.layers if x.role is not Role.REFERENCE), layer])
         return replace(self, layers=layers, provenance={**self.provenance, "reference": dict(made)})
 
@@ -364,16 +365,18 @@ class Manifest:
             raise PackageError(
                 "manifest-tensors", "With scheme source, the width of each tensor must be a multiple of 32."
             )
-        # Packed states store k, and logs store the counts, so both must agree (FORMAT 3.2).
+        # Packed states store k, and logs store the counts, so k must be the sum of the counts (FORMAT 3.2).
         if total != self.k or not 1 <= total <= MAX_K:
             raise PackageError(
-                "manifest-counts", f"expected k = {self.k} from 1 to {MAX_K}, got counts of {total}"
+                "manifest-counts",
+                f"expected counts that add up to k = {self.k}, and k from 1 to {MAX_K}, got a sum of {total}",
             )
         for tensor in self.tensors:
             if self.adapter is not None and tensor.count not in (0, self.adapter.count(tensor.shape)):
                 wanted = self.adapter.count(tensor.shape)
                 raise PackageError(
-                    "manifest-counts", f"expected 0 or {wanted} of {tensor.name!r:.100}, got {tensor.count}"
+                    "manifest-counts",
+                    f"expected 0 or {wanted} trained numbers of {tensor.name!r:.100}, got {tensor.count}",
                 )
 
     def _check_layers(self) -> None:
@@ -422,6 +425,8 @@ class Manifest:
             Role.ADAPTER: (2 * frozen, 4 * frozen + overhead),
             Role.VALUES: (2 * k, 4 * k + overhead),
             Role.REFERENCE: (0, MAX_REFERENCE_BYTES),
+            # FORMAT 11: a packed state has 44 bytes of magic, size and digest, and a header of at most 1,024
+            # bytes. Each block has one byte for its bit width, and at most 7 bytes per weight.
             Role.POOLED: (blocks_of_state + 44, blocks_of_state + 7 * k + 1068),
             # At most 4 bytes per weight, 8 bytes per code of a table (a tied head occurs twice), and 32 bytes
             # per trained number (FORMAT 3.4).

@@ -7,8 +7,8 @@
 3. It compares the structure of all layers with the manifest and the config.
 
 The big layers (dense and plain) are mapped. All their blocks are hashed when the first of their
-tensors is read. So opening is fast, and nothing computes with damaged bytes. Scales and plain
-numbers are checked when they are read.
+tensors is read. So opening is fast, and nothing computes with damaged bytes. A tensor's numbers
+(codes, scales, plain numbers) are checked when the tensor is read.
 """
 
 import threading
@@ -127,7 +127,7 @@ class Package:
 
     @property
     def mask_digest(self) -> str:
-        """The digest of the mask layer, or of the adapter layer in its place."""
+        """The digest of the mask layer, or of the adapter layer if the package has an adapter."""
         return self.manifest.mask_digest
 
     @property
@@ -215,8 +215,8 @@ class Package:
     def values(self) -> NDArray[np.float32]:
         """Return the values from which training starts, float32 [k], tensor by tensor, as a new array.
 
-        With a mask, they are the sparse values. With a LoRA adapter, they are the matrix A of each tensor,
-        then its B. With LoRA-FA, they are B only. B starts at 0.
+        With a mask, they are the values of the masked weights. With a LoRA adapter, they are the matrix A of
+        each tensor, then its B. With LoRA-FA, they are B only. B starts at 0.
 
         Raises:
             PackageError: `values-not-finite` or `adapter-not-finite`.
@@ -247,7 +247,7 @@ class Package:
         return tensor.float32().reshape(tensor.shape)
 
     def _adapter_values(self, adapter: AdapterInfo) -> NDArray[np.float32]:
-        # numpy refuses to join an empty list.
+        # Begin with an empty array, because numpy refuses to join an empty list.
         parts = [np.empty(0, np.float32)]
         for tensor in self.manifest.tensors:
             if tensor.count:

@@ -22,12 +22,12 @@ from permille.package.safetensors_io import SafetensorsFile, SafetensorsWriter
 NAMED_TOKENS = 16
 MOST_ROWS = 1024
 MOST_TOKENS = 1024
-# Most tokens of all rows together. A training evaluates the measuring rows for the base and for up to 8
-# strengths.
+# The most tokens of all rows together. A training evaluates the measuring rows for the base model, and for up
+# to 8 strengths of the trained change.
 MOST_TOGETHER = 1 << 14
 DTYPES = frozenset({"U32", "U8", "F16"})
 _NAMES = ("ids", "spans", "kinds", "named_ids", "named_probabilities")
-# Half precision changes a probability by a relative 2^-11 at most, so the sum of a row may exceed 1.
+# Half precision changes a probability by a relative 2^-11 at most, so the sum at a target may exceed 1.
 _LARGEST_SUM = 1.001
 
 
@@ -72,7 +72,7 @@ def write_reference(blobs: BlobFolder, rows: ReferenceRows) -> Layer:
         writer.add("spans", "U32", spans_N2.shape, spans_N2.astype("<u4"))
         writer.add("named_ids", "U32", rows.named_RS.shape, rows.named_RS.astype("<u4"))
         writer.add("named_probabilities", "F16", rows.probability_RS.shape, rows.probability_RS.astype("<f2"))
-        # The order of these calls does not matter: the writer puts wide items first (FORMAT 4.1).
+        # The order of these calls does not matter: the writer sorts by the size of the dtype (FORMAT 4.1).
         writer.add("kinds", "U8", kinds_N2.shape, kinds_N2.astype(np.uint8))
         digest, size = writer.finish()
     return Layer(role=Role.REFERENCE, digest=digest, size_bytes=size)

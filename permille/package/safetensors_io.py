@@ -114,7 +114,7 @@ def _parse_header(header: bytes, dtypes: frozenset[str], data_bytes: int) -> dic
 
 def _position(item: tuple[str, TensorSpec]) -> tuple[int, int, int, str]:
     # An empty tensor begins and ends where the next tensor begins. Several empty tensors at one position are
-    # ordered by width, then by name.
+    # ordered by the size of their dtype (largest first), then by name.
     name, spec = item
     return spec.begin, spec.end, -ITEM_BYTES[spec.dtype], name
 
@@ -127,7 +127,7 @@ def _spec(name: str, entry: JSON, dtypes: frozenset[str]) -> TensorSpec:
         raise PackageError("header-dtype", f"expected one of {sorted(dtypes)}, got {dtype!r:.40}")
     if not _is_sizes(shape) or len(shape) > _MAX_DIMENSIONS or not _is_sizes(offsets) or len(offsets) != 2:
         raise PackageError("header-schema", f"expected sizes in shape and data_offsets of {name!r:.100}")
-    # FORMAT 4.1: the product must not overflow. Python's integers never overflow, so check it afterwards.
+    # FORMAT 4.1: the product must not overflow. Python's integers never do, so check the result instead.
     size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
     if size_bytes > MAX_LAYER_BYTES:
         raise PackageError("header-overflow", f"expected at most {MAX_LAYER_BYTES} bytes, got {size_bytes}")
@@ -150,7 +150,8 @@ def _check_offsets(specs: Mapping[str, TensorSpec], data_bytes: int) -> None:
         # overlap.
         if spec.begin != position:
             raise PackageError("header-offsets", f"expected {name!r:.100} at {position}, got {spec.begin}")
-        # FORMAT 4.1: wide items come first, so that every tensor is aligned to its item size.
+        # FORMAT 4.1: tensors are sorted by the size of their dtype, largest first. So each tensor begins at
+        # a multiple of that size.
         if ITEM_BYTES[spec.dtype] > widest:
             raise PackageError("header-offsets", f"expected wider items before narrower, got {name!r:.100}")
         widest, position = ITEM_BYTES[spec.dtype], spec.end
@@ -161,9 +162,9 @@ def _check_offsets(specs: Mapping[str, TensorSpec], data_bytes: int) -> None:
 class SafetensorsWriter(ExitStack):
     """A writer of one layer, tensor by tensor. `finish` assembles the blob.
 
-    The bytes wait in one unnamed temporary file per item size, because the header and the wide
-    items come first in the layer. Until `finish` returns, this takes twice the layer's size on
-    disk.
+    A layer begins with the header, then come the tensors with the largest dtypes. So the bytes
+    first go to unnamed temporary files, one for each size of dtype. Until `finish` returns, this
+    takes twice the layer's size on disk.
 
     Example:
 

@@ -53,7 +53,8 @@ def check_shapes(
         if name not in table_names(config) or plain.get(name, (0, 1))[-1] % Q8_0_WEIGHTS:
             raise PackageError(
                 "header-dtype",
-                f"{name} must not be U8: it is no table with a multiple of 32 weights in a row.",
+                f"{name} must not be U8. Only an embedding or head whose rows have a multiple of 32 weights "
+                "may be U8.",
             )
         plain[name] = table_shape(plain[name])
     counts: dict[str, tuple[int, ...]] = {tensor.name: (tensor.count,) for tensor in manifest.tensors}
@@ -73,7 +74,7 @@ def check_shapes(
     # Names and shapes have been checked above, so each lookup succeeds.
     for name, (dtype, _) in dense.items():
         if (got := layers[Role.DENSE].specs[name].dtype) != dtype:
-            raise PackageError("header-dtype", f"expected {dtype} of {name}, got {got}")
+            raise PackageError("header-dtype", f"expected dtype {dtype} of {name}, got {got}")
 
 
 def _dense_layout(manifest: Manifest, dense: SafetensorsFile) -> Layout:
@@ -103,7 +104,7 @@ def _check_layer_shapes(role: Role, layer: SafetensorsFile, shapes: Mapping[str,
     for name, shape in shapes.items():
         if layer.specs[name].shape != shape:
             got = layer.specs[name].shape
-            raise PackageError("tensor-shape", f"expected {shape} of {name} in {role}, got {got}")
+            raise PackageError("tensor-shape", f"expected shape {shape} of {name} in {role}, got {got}")
 
 
 def check_indices(name: str, indices: NDArray[np.uint32], weights: int) -> None:

@@ -18,8 +18,8 @@ KEEPER_MINIMUM: Final = 32
 # The largest standard deviation of the noise in an integer. Noise practically never exceeds 16 deviations,
 # which are 2**30, so it fits into 32 bits.
 LARGEST_DEVIATION: Final = 1 << 26
-# A gain is at most a tenth of the clip, so the gains of 2**16 devices add up to at most 2**30 - 2**16. The
-# sum of the masked integers, which includes the noise, then fits into 32 bits.
+# With this clip, a gain is at most 16,383 (a tenth of the clip), so the gains of 2**16 devices add up to at
+# most 2**30 - 2**16. This sum and the noise together fit into 32 bits.
 LARGEST_KEEPER_CLIP: Final = 163_839
 
 
@@ -81,8 +81,8 @@ class Privacy:
     """The noise in the integers of every round, and how often a device may take part.
 
     Attributes:
-        noise_hundredths: 100 z. Each integer of a sum gets noise with parameter `(z C)**2`, where C is
-            the clip.
+        noise_hundredths: 100 z, where z is the noise multiplier. Each integer of a sum gets noise with
+            parameter `(z C)**2`, where C is the clip.
         participations: the largest number of rounds in which one device takes part.
         delta_exponent: d. The guarantee is (epsilon, 10**-d)-differential privacy.
         keeper: the keeper in mode keeper, else None.
@@ -116,7 +116,7 @@ class Privacy:
         found = dict(fields)
         mode, keeper = PrivacyMode(str(found.pop("mode"))), found.pop("keeper")
         if isinstance(keeper, Mapping):
-            # `str` hides a wrong type, but then the definition differs from its canonical bytes.
+            # `str` hides a wrong type, but then `Definition.from_bytes` refuses the bytes as not canonical.
             texts = {name: str(text) for name, text in keeper.items()}
             return cls(mode=mode, keeper=Keeper(**texts), **found)  # type: ignore[arg-type]
         return cls(mode=mode, **found)  # type: ignore[arg-type]

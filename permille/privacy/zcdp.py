@@ -1,8 +1,8 @@
 """Privacy accounting by zero-concentrated differential privacy (zCDP).
 
-The vector of a device has norm at most C, and each integer of the sum gets discrete Gaussian noise
-with parameter `(z C)**2`. So one participation costs `rho = 1 / (2 z**2)` in any dimension, and
-costs add up (Canonne, Kamath, Steinke 2020, theorem 14; Bun, Steinke 2016).
+The vector of a device has norm at most C, the clip. Each integer of the sum gets discrete Gaussian noise
+with parameter `(z C)**2`, where z is the noise multiplier. So one participation costs `rho = 1 / (2 z**2)`
+in any dimension, and costs add up (Canonne, Kamath, Steinke 2020, theorem 14; Bun, Steinke 2016).
 
 Two data sets are neighbours if they differ in one device, whose vectors are all zeros in one of them. That a
 device takes part is public. A service may sample devices, but the cost is not reduced for that.
@@ -61,7 +61,7 @@ def noise_for(dp_epsilon: float, delta: float, participations: int) -> int:
 
     Returns:
         The standard deviation of the noise in hundredths of the clip, from 1 to 1,000,000. At 1,000,000, the
-        rounds may still cost more.
+        rounds may still cost more than `dp_epsilon`.
     """
     # More noise always gives a smaller epsilon, so bisection finds the least noise.
     low, high = 0, 1_000_000

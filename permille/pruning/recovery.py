@@ -201,7 +201,7 @@ def _bytes(trained: Sequence[nn.Parameter], optimizer: torch.optim.Adam, losses:
 def _load(
     checkpoint: Path | None, trained: Sequence[nn.Parameter], optimizer: torch.optim.Adam
 ) -> list[float]:
-    """Restore a checkpoint, and return the losses of its steps, or none if it is missing or damaged."""
+    """Restore a checkpoint. Return the losses of its steps, or an empty list if it is missing or damaged."""
     if checkpoint is None or not checkpoint.exists():
         return []
     try:

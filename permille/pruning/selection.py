@@ -1,6 +1,7 @@
 """Choice of the weights of a linear layer that become zero, and new values for the others.
 
-Shapes: N = outputs, K = inputs. `gram_KK` is the Gram matrix `X X^T` of the inputs X on the calibration text.
+Shapes: N = outputs, K = inputs, B = columns of a block, M = columns of a group of the pattern.
+`gram_KK` is the Gram matrix `X X^T` of the inputs X on the calibration text.
 Everything is float32, as in the papers (see `PruningMethod`). If scores are equal, the weight with the lower
 index is removed, so the same numbers give the same zeros.
 """
@@ -50,7 +51,8 @@ def prune_mask(
         zero_NK: the existing zeros.
         count: the number of zeros in each row, or in all rows together. This number includes existing zeros.
         pattern: the pattern, or None.
-        per_row: choose the same number in each row (Wanda), or compare all weights (magnitude, SparseGPT).
+        per_row: if True, choose the same number in each row, as for Wanda. If False, compare the weights of
+            all rows, as for magnitude and SparseGPT.
     """
     # Scores are not negative. With -1, existing zeros come first and count towards `count`.
     score_NK = score_NK.masked_fill(zero_NK, -1.0)

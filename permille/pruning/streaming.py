@@ -4,8 +4,8 @@
 
 Wanda and SparseGPT need the inputs of a linear layer. To get these, calibration text goes through the pruned
 versions of all earlier decoder layers, and through the unpruned version of the linear's own decoder layer, as
-in the papers (`PruningMethod`). Everything in the target except the pruned weights has the bits of the
-source: the same files with the same headers.
+in the papers (`PruningMethod`). The target has the same files as the source, with the same headers. Only the
+weights of the pruned linear layers have other bits.
 
 The folder `resume` keeps the output of the last finished decoder layer, and the results in JSON. After a
 kill, a call with the same arguments repeats the unfinished layer from the source, and ends with the same

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 def check_sequences(model: "PreTrainedModel", sequences_NT: NDArray[np.int64]) -> None:
-    """Check that the model can take the sequences. Raises InputError, as `check_tokens` does."""
+    """Check that the model can take the sequences.
+
+    Raises:
+        InputError: the shape is not [N, T] with T of at least 2, or a token is outside of the vocabulary.
+    """
     check_tokens(model.get_input_embeddings().weight.shape[0], sequences_NT)
 
 

@@ -12,8 +12,9 @@ of them), the gradient of one tensor, and the activations of one decoder layer. 
 and freed as soon as autograd has made it. Activations of other layers are recomputed.
 
 Squared gradients are summed in shards of sequences (`shard_ranges`), and the sums of the shards are added in
-their order. So one process and sixteen workers get the same bits from the same gradients, except in the one
-case that `join_shards` names. A stopped job continues after its last finished shard.
+their order. So one process and sixteen workers get the same bits from the same gradients. The only exception
+is a model on a GPU with more than 1,024 sequences (`join_shards`). A stopped job continues after its last
+finished shard.
 """
 
 import contextlib

@@ -23,8 +23,8 @@ Mask = dict[str, NDArray[np.uint32]]
 
 _CHUNK = 1 << 20
 _LARGEST_TENSOR = 1 << 32
-# Words 2 and 3 of the generator's counter. Directions put the step and the query there, and never use the
-# largest value for both. So no direction uses this stream.
+# Words 2 and 3 of the generator's counter. In directions, these words are the step and the query, and never
+# both have the largest value. So no direction uses this stream.
 _MASK_STREAM = (0xFFFFFFFF, 0xFFFFFFFF)
 
 
@@ -94,7 +94,7 @@ def select_mask(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ranked:
-    """Ranks of a tensor by scores or by weights. If `weights` is given, zeros in it rank below all others."""
+    """Ranks of a tensor's weights, by score or by size. Zeros in `weights`, if given, rank lowest."""
 
     name: str
     tensor: NDArray[np.float32]

@@ -31,9 +31,11 @@ Shapes = Sequence[tuple[str, tuple[int, int]]]
 
 _CHUNK = 1 << 22
 IN_MEMORY_BYTES = 4 << 30
-# This number affects the result, because float32 sums depend on how their terms are grouped.
+# The number of sequences in a shard. It affects the result, because float32 sums depend on how their terms
+# are grouped.
 SHARD_SEQUENCES = 16
-# The sum of a shard is as large as the scores, and is stored until all sums are added. So limit the number.
+# The sum of a shard is as large as the scores, and is stored until all sums are added. So limit the number of
+# shards.
 _MOST_SHARDS = 64
 _FLOPS = 8  # per token and weight: forward 2, backward 4, recomputed forward 2
 

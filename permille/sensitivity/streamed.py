@@ -92,7 +92,7 @@ class _Pass:
                     parameter.requires_grad_(f"{layer.prefix}.{name}" in self._names)
                 hidden = before.pop()
                 for number, gradient in enumerate(gradients):
-                    # Below the lowest layer in scope, no gradient is needed.
+                    # The input of the lowest layer in scope needs no gradient.
                     input_BTH = hidden[number].requires_grad_(index > self._lowest)
                     with watched(layer, self._first + number):
                         layer(input_BTH).backward(gradient)  # type: ignore[no-untyped-call]

@@ -28,8 +28,7 @@ QUERY_WORD = (1 << 32) - 1
 """Counter word 3 of the generator. No query has this number, so groups have random bits of their own."""
 
 _SPAN = 1 << 16  # weights per task
-# The steps of one pass over the weights have about this many coefficients together, so they fit into the L2
-# cache.
+# The most coefficients of all steps in one pass over the weights. So many fit into the L2 cache.
 _COEFFICIENTS = 1 << 15
 # The top bit of a word is the sign. The other 31 bits choose the group.
 _GROUP_BITS = np.uint64(31)
@@ -51,7 +50,8 @@ class Grouping:
     def project(self, change_K: NDArray[np.floating]) -> NDArray[np.float64]:
         """Project a change on each direction: `<change, z_i> / <z_i, z_i>`, float64 [Q].
 
-        `sum_i found_i * z_i` is the orthogonal projection of the change. An empty group has 0.
+        With the result p, `sum_i p_i * z_i` is the orthogonal projection of the change. The result of an
+        empty group is 0.
         """
         sums_Q = np.bincount(self.group_K, weights=self.sign_K * change_K, minlength=self.queries)
         # `<z_i, z_i>` is the size of the group, since all its elements are signs.
@@ -96,7 +96,7 @@ def group_sums(
             found = grouping(header, step)
             sums_K += c_Q[found.group_K] * found.sign_K
         return sums_K
-    # Add several steps in one pass, so that the sums are read from memory once for all of them.
+    # Add several steps in one pass over the weights, so that the pass reads the sums from memory only once.
     abreast = max(2, _COEFFICIENTS // header.queries)
 
     def add(span: tuple[int, int, slice]) -> None:

@@ -105,7 +105,7 @@ class LogHeader:
 
     Attributes:
         queries: the number of coefficients of a step, those of both blocks if there are two.
-        total_steps: the largest number of steps in the log. The linear schedule ends there.
+        total_steps: the largest number of steps in the log. The linear schedule reaches 0 after this many.
         counts: the number of masked weights of each tensor, in tensor order.
         split: the two blocks of `EstimatorKind.SPLIT`, else None.
         first_tensor: the first tensor that is trained. Masked weights of earlier tensors do not move.
@@ -135,7 +135,8 @@ class LogHeader:
             ("estimator", EstimatorKind),
             ("schedule", Schedule),
         ):
-            # The record is frozen, but a header that comes from JSON has strings in place of the enums.
+            # A header that comes from JSON has strings in place of the enums. Replace the strings in spite of
+            # `frozen`.
             object.__setattr__(
                 self, name, choice_of(kind, getattr(self, name), f"a {name.replace('_', ' ')}")
             )
@@ -194,7 +195,9 @@ class LogHeader:
 
     @property
     def sigma(self) -> float:
-        """Return the root mean square of z in binary64, with the same bits everywhere (FORMAT 6.3, 6.6)."""
+        """Return the root mean square of a direction's elements (FORMAT 6.3, 6.6). It has the same bits
+        on every machine.
+        """
         return math.sqrt(1.0 / self.queries) if self.directions is DirectionKind.GROUPS else 1.0
 
     def learning_rate_at(self, step: int) -> float:
@@ -305,7 +308,7 @@ class LogHeader:
 
 
 def check_range(name: str, number: object, least: int, most: int) -> None:
-    """Check that `number` is an integer in the range, and no bool (InputError)."""
-    # `isinstance` would let True through, and JSON's `true` is no number.
+    """Raise InputError if `number` is not an integer from `least` to `most`. A bool is refused, too."""
+    # `isinstance` would accept a bool as an integer.
     if type(number) is not int or not least <= number <= most:
         raise InputError(f"{name} must be an integer from {least} to {most}, not {number!r}.")

@@ -18,7 +18,7 @@ from permille.native.arrays import check_array, check_output
 from permille.native.library import load
 
 STATE_LIMIT = 1 << 53
-"""Bound on sum |c| of a log, and therefore on |s|. Within it, float64(s) is exact."""
+"""Bound on sum |c| of a log, and therefore on |s|. Within this bound, float64(s) is exact."""
 
 # The limit of a coefficient in a log (FORMAT 8.2).
 MAX_COEFFICIENT = (1 << 31) - 1
@@ -82,7 +82,7 @@ def perturbed_pairs(
 ) -> NDArray[np.float32]:
     """Return the weights moved along +z_0, -z_0, +z_1, ..., with the bits that `perturbed` gives: [2q, k].
 
-    All rows take one pass over the state.
+    One pass over the state computes all rows.
 
     Raises:
         InputError: the shapes do not match.
@@ -123,7 +123,8 @@ def coefficient(
 ) -> int:
     """Return the integer factor of `z`: `c = rint(-lr * projected_grad / (q * sigma * 2**e))`.
 
-    The quotient is computed in float64 and rounded half to even. For example, with a unit of 2**-10:
+    Here q is `queries`, and e is `step_unit_exponent`. The quotient is computed in float64 and rounded half
+    to even. For example, with a unit of 2**-10:
 
         >>> coefficient(
         ...     learning_rate=0.5, projected_grad=-1.0, queries=1, sigma=1.0, step_unit_exponent=-10

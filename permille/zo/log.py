@@ -4,7 +4,7 @@ A sequence of steps has exactly one canonical log, which does not contain losses
 limit before it allocates memory. It refuses overlong integers, wrong checksums and trailing bytes, so
 `encode(decode(data)) == data`.
 
-Shapes: T = steps, Q = queries, V = integers of one chunk.
+Shapes: T = steps, Q = queries, V = integers of one chunk, F = steps of one chunk that have flags.
 """
 
 import struct

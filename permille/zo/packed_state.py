@@ -1,8 +1,8 @@
 """The packed state: the trained integers without the steps that made them, to keep or share (FORMAT 11).
 
 For a small mask and many steps, a packed state is shorter than the log. Log and packed state of one run have
-the same state digest. The reader does not trust the bytes. It compares the digest at the end first, then
-checks each limit before it allocates memory. It accepts only canonical bytes, so
+the same state digest. The reader does not trust the bytes. First it compares the digest that the data end
+with. Then it checks each limit before it allocates memory. It accepts only canonical bytes, so
 `encode(decode(data)) == data`.
 
 Shapes: K = masked weights, N = weights of one block.
@@ -143,8 +143,8 @@ def pooled_state(package: Package) -> PackedState | None:
     """Read the pooled state of a package (FORMAT 4.9). Return None if it has none.
 
     Raises:
-        PackageError: `blob-digest`, or a rule of FORMAT 11 is broken. `state-binding`: the state belongs to
-            another parent, or is not a pooled one.
+        PackageError: `blob-digest`, or a rule of FORMAT 11 is broken. `state-binding`: the state does not
+            belong to the package's parent (the package without additions), or is not a pooled state.
     """
     data = package.pooled()
     if data is None:

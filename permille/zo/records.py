@@ -19,7 +19,11 @@ _ROWS = 1024
 
 
 class StepFlag(IntFlag):
-    """Outcome of the checks of a step."""
+    """Outcome of the checks of a step (FORMAT 8.2).
+
+    CLIPPED: the step was too large for a limit, and was scaled down. REJECTED: a number of the step was not
+    finite or too large, so all coefficients are 0.
+    """
 
     NONE = 0
     CLIPPED = 1

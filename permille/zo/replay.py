@@ -72,8 +72,8 @@ def work_of(header: LogHeader, steps: int) -> int:
 def check_replay_work(head: bytes) -> None:
     """Refuse a log whose replay would cost more than `MAX_REPLAY_WORK`.
 
-    `head` is the start of the log, as for `read_head`. A head that cannot be read is accepted here, because
-    decoding the log refuses it without a replay.
+    `head` is the first `log.MAX_HEAD_BYTES` of the log, or more. A head that cannot be read is accepted here,
+    because decoding the log refuses it without a replay.
 
     Raises:
         PackageError: `log-limit`.

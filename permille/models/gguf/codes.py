@@ -20,14 +20,14 @@ from permille.tensors import Q8_0, RawTensor
 
 
 class KeptModel:
-    """A model for `permille.package.build`. Its embedding and head stay in codes if they are Q8_0."""
+    """A model for `permille.package.build`. Embedding and head keep their codes if the file has Q8_0."""
 
     def __init__(self, checkpoint: Checkpoint, path: Path) -> None:
         """Read the file.
 
         Args:
             checkpoint: the folder that was made from the file.
-            path: the file.
+            path: the GGUF file.
 
         Raises:
             InputError: as for `read_model`.
@@ -38,17 +38,18 @@ class KeptModel:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Return the `config.json`."""
+        """The model's `config.json`."""
         return self._checkpoint.config
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the canonical names of all tensors."""
+        """The canonical names of all tensors."""
         return self._checkpoint.names
 
     def raw(self, name: str) -> RawTensor:
         """Return a tensor of the folder, float32. If embedding or head is Q8_0, return the file's codes."""
-        # Of embedding and head, packages store only codes of Q8_0 (FORMAT 4.3). Other types become float32.
+        # For embedding and head, a package can store only codes of Q8_0 (FORMAT 4.3). Other types become
+        # float32.
         if name not in self._tables or self._model.type(name) is not GGMLQuantizationType.Q8_0:
             return self._checkpoint.raw(name)
         data = self._model.raw(name).reshape(-1)
@@ -59,20 +60,20 @@ class KeptModel:
         return self._checkpoint.file(name, limit=limit)
 
     def check_codes(self) -> None:
-        """Check that scheme `source` can keep all linear layers (InputError)."""
+        """Check that scheme `source` can keep the codes of all linear layers. Raises InputError."""
         check_kept(self._model)
 
     def codes(self, name: str) -> QuantizedTensor:
         """Return the codes of a linear layer, bit for bit, with rows in the order of transformers.
 
         Raises:
-            InputError: scheme `source` does not keep the type, or a scale is not finite.
+            InputError: scheme `source` cannot keep codes of the layer's type, or a scale is not finite.
         """
         return codes_of(self._model.raw(name), self._checkpoint.shape(name)[1])
 
 
 def check_kept(model: GgufModel) -> None:
-    """Check that scheme `source` can keep all linear layers (InputError)."""
+    """Check that scheme `source` can keep the codes of all linear layers. Raises InputError."""
     for name, _ in scoped_tensors(model.config):
         kind = model.type(name).name
         if kind not in TYPES:

@@ -22,7 +22,7 @@ from permille.models.settings import HINT
 
 Number = TypeVar("Number", bound=np.generic)
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor by which llama.cpp divides the frequencies of a Llama."""
+"""The tensor of a Llama file with the divisors of the rotary frequencies."""
 
 ARCHITECTURES = {
     Family.LLAMA: MODEL_ARCH.LLAMA,
@@ -45,12 +45,13 @@ PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
 UNROTATED = 4
 """The number n in llama.cpp's rule that every n-th layer of a SmolLM3 has no rotation."""
 
-# For these, llama.cpp rotates adjacent pairs of a head's numbers, not its two halves (`row_order`).
+# The architectures for which llama.cpp rotates adjacent numbers of a head as a pair (`row_order`).
 _NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)
-# Reverse the order, so that `llama` maps to the first of its families, which is Llama.
+# Llama and Mistral share `llama`. In reverse order, Llama comes after Mistral and replaces it.
 _FAMILIES = {MODEL_ARCH_NAMES[arch]: family for family, arch in reversed(ARCHITECTURES.items())}
 _GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
-# The 27B models, by their number of layers. They scale scores by `(hidden size / heads) ** -0.5`.
+# The 27B models, as family and number of layers. They scale attention scores by
+# `(hidden size / heads) ** -0.5`, and the other models by `(head width) ** -0.5`.
 _BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
 MOST_LAYERS = 4096
 # The values of `factor` in the scaling of Llama 3.1 and of Llama 3.2.
@@ -137,9 +138,9 @@ def read_model(file: GgufFile) -> GgufModel:
 def row_order(family: Family, config: Mapping[str, Any], name: str, rows: int) -> NDArray[np.int64] | None:
     """Return the row order of llama.cpp for a tensor, or None if it is that of transformers.
 
-    In some architectures, llama.cpp rotates adjacent pairs of a head's numbers, and transformers rotates
-    halves. For GPT-NeoX, llama.cpp stores all queries, then all keys, then all values. transformers stores
-    them head by head.
+    For some architectures, llama.cpp rotates adjacent numbers of a head as a pair. transformers pairs the
+    first half of a head with the second. For GPT-NeoX, llama.cpp stores all queries, then all keys, then all
+    values. transformers stores queries, keys and values of the first head, then those of the next head.
     """
     shape = shape_of(config)
     order = np.arange(rows)
@@ -152,7 +153,10 @@ def row_order(family: Family, config: Mapping[str, Any], name: str, rows: int) -
 
 
 def adds_one(family: Family, name: str) -> bool:
-    """Return whether llama.cpp multiplies by `w`, and transformers by `1 + w`."""
+    """Return whether the tensor is the weight of a norm that transformers applies as `1 + w`.
+
+    llama.cpp applies every weight as it is stored, so a GGUF file holds `1 + w`.
+    """
     return family in _GEMMAS and name.endswith("norm.weight")
 
 
@@ -216,8 +220,8 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         config |= {"mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
     if family is Family.SMOLLM3:
         config |= {"no_rope_layers": [int((layer + 1) % UNROTATED != 0) for layer in range(layers)]}
-        # Without this key, transformers takes the padding id of the published model. The vocabulary of this
-        # file may not have it.
+        # Without this key, transformers takes the padding id of the published model. This id may lie outside
+        # the vocabulary of this file.
         config |= {"pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id")}
     if family is Family.GRANITE:
         if not file.metadata.get(f"{arch}.rope.scaling.finetuned", True):

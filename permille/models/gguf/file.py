@@ -26,7 +26,7 @@ TYPES = tuple(
     GGMLQuantizationType[name]
     for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 )
-"""The types of tensors that are read. Others are refused by name."""
+"""The types of tensors that are read. A file with another type is refused, and the message names the type."""
 
 OTHERWISE = "Take the model as transformers has it, from a folder or the hub"
 """Advice for a file whose model may be available in another form."""
@@ -70,7 +70,8 @@ class GgufFile:
         """
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            # Magic, version and two counts take 4 + 4 + 8 + 8 bytes. An empty file cannot be mapped.
+            # Magic, version and two counts take 4 + 4 + 8 + 8 bytes. Check this before the file is mapped,
+            # because an empty file cannot be mapped.
             if size < 24:
                 raise InputError(f"{path.name} is no GGUF file: it has {size} bytes. Download it again.")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -93,7 +94,7 @@ class GgufFile:
         """Return a string of the metadata.
 
         Raises:
-            InputError: the key has no text, or it is missing and there is no default.
+            InputError: the value is no text, or the key is missing and there is no default.
         """
         value = self.metadata.get(key, default)
         if not isinstance(value, str):

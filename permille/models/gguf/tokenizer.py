@@ -1,10 +1,10 @@
 """Translation of a GGUF file's tokenizer to `tokenizer.json`, for two kinds of byte pair encoding.
 
-This is the inverse of `permille.engines.gguf.tokenizer`. A `gpt2` tokenizer writes bytes as letters, and has
-a list of merges. The file gives the name of the rule that splits a text into words. A `llama` tokenizer is
-that of sentencepiece, which first merges the pair that makes the token with the best score. Its list of
-merges is made from the scores, as transformers does. Other kinds and unknown split rules are refused, because
-wrong token ids would give nonsense without an error.
+This is the inverse of `permille.engines.gguf.tokenizer`. A `gpt2` tokenizer writes bytes as letters. Its file
+has a list of merges and the name of the rule that splits a text into words. A `llama` tokenizer is that of
+sentencepiece, which first merges the pair that makes the token with the best score. Its file has only the
+scores, so the list of merges is made from them, in the same way as in transformers. Other kinds and unknown
+split rules are refused, because wrong token ids would give nonsense without an error.
 """
 
 import math
@@ -34,18 +34,20 @@ SPLITS = {
     ),
     "llama-bpe": ((_GPT4,), True),
     "dbrx": ((_GPT4,), False),
-    # The rules of `smollm` and of `dbrx`, by the names in the files of Granite 3 and of SmolLM3.
+    # Granite 3: the same rule as `smollm`.
     "refact": ((DIGITS, GPT2), False),
+    # SmolLM3: the same rule as `dbrx`.
     "smaug-bpe": ((_GPT4,), False),
 }
 """Split rules by llama.cpp's names. Each has patterns and the flag `ignore_merges`. If the flag is set, a
 word that is itself a token is taken without merging."""
 
+# Rules of tokenizers that normalize the text (to NFC) before they split it.
 _NORMALIZED = frozenset({"qwen2"})
 _MOST_MERGES = 1 << 20  # Gemma has some 580,000
 _MOST_LETTERS = 256
-"""The largest length of a token of a `llama` tokenizer. The file is untrusted, and long tokens take long to
-split."""
+"""The largest length of a token of a `llama` tokenizer. A token is split at every place to find its merges,
+so a file with huge tokens would take too long."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, Any]:
