@@ -78,7 +78,10 @@ class Connections:
         self._taken: list[Place] = []
 
     def admit(self, connection: socket.socket, host: str) -> Place | None:
-        """Give a connection a place. At a limit, disconnect a stranger for it, or return None without one."""
+        """Give a connection a place. At a limit, first disconnect the oldest stranger.
+
+        Return None if this limit is reached and none of its connections is a stranger.
+        """
         place = Place(key=address_key(host), socket=connection)
         with self._lock:
             of_one = [one for one in self._taken if one.key == place.key]

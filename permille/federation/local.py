@@ -55,7 +55,7 @@ class LocalRound:
         return self.number * self.definition.steps
 
     def descent(self) -> Descent:
-        """Return the settings of the device's steps. The device's own state is 0 at the pooled state."""
+        """Return the settings of the device's steps. They begin at the pooled state, with a state of 0."""
         rules = self.definition
         return Descent(
             header=rules.device_log(),

@@ -152,7 +152,7 @@ class Head:
 
     Attributes:
         number: the number of finished rounds.
-        reach: the bound on |s| (FORMAT 7.3).
+        reach: no integer of the state is larger than this, by absolute value (FORMAT 7.3).
         chain: the digest of all rounds so far.
     """
 
@@ -202,7 +202,7 @@ class History:
         s_W: int64 [k], in the unit of the definition's log.
         chain: the digest of all rounds so far. Before the first round it is the definition's
             digest.
-        reach: the bound on |s| (FORMAT 7.3).
+        reach: no integer of the state is larger than this, by absolute value (FORMAT 7.3).
 
     Example:
 

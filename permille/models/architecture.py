@@ -82,7 +82,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """
     shape, settings = shape_of(config), Settings(config)
     about = shape.about
-    # `shape_of` has already checked these keys. Of the last two, a family uses only one.
+    # `shape_of` has already checked these keys. A family uses only one of `intermediate_size` and `ffn_dim`.
     settings.passed_over(shape.keys | {"tie_word_embeddings", "intermediate_size", "ffn_dim"})
     # The engine's attention is causal: a token never attends to a later one.
     settings.require("use_bidirectional_attention", False)

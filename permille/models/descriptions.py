@@ -46,9 +46,9 @@ class NormKind(StrEnum):
 
 
 class BlockKind(StrEnum):
-    """Positions of the norms in a block.
+    """Positions of the norms in a block. Here f is attention, and then the feed-forward part.
 
-    - PRE: `x += f(norm(x))`, twice.
+    - PRE: `x += f(norm(x))`.
     - SANDWICH: `x += norm(f(norm(x)))`.
     - POST: `x = norm(x + f(x))`.
     - PARALLEL: both parts read the block's input.

@@ -22,7 +22,7 @@ TensorShape = tuple[int, ...]
 
 
 class LayerPart(StrEnum):
-    """The two parts of a block. A scope may name one of them."""
+    """The two parts of a block, which is a decoder layer. A scope may name one of the parts."""
 
     ATTENTION = "attention"
     MLP = "mlp"

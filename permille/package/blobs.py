@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlob:
-    """The entry of a blob in a listing. `written_at_s` is Unix time. Storing the blob again renews it."""
+    """The entry of a blob in a listing. `written_at_s` is the Unix time when it was last stored."""
 
     digest: str
     size_bytes: int

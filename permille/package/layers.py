@@ -134,7 +134,7 @@ def write_values(blobs: BlobFolder, values: Iterable[RawTensor], order: Sequence
     with SafetensorsWriter(blobs) as writer:
         for tensor in values:
             _check_float(tensor)
-            # The sparse values of all tensors are joined in this order, and replay depends on it.
+            # A reader joins the values of all tensors in this order, and replay depends on the order.
             expected = next(names, None)
             if tensor.name != expected or len(tensor.shape) != 1:
                 raise InputError(f"expected 1-D values of {expected!r}, got {tensor.name!r} {tensor.shape}")

@@ -48,7 +48,19 @@ FILE_NAMES = frozenset(
 
 
 class Role(StrEnum):
-    """Role of a layer."""
+    """Role of a layer.
+
+    - DENSE: the quantized weights of the linear layers.
+    - PLAIN: all other tensors of the model.
+    - BLOCKS: the hashes of the blocks of these two layers.
+    - MASK: the indices of the masked weights.
+    - ADAPTER: the matrices A of a low-rank adapter.
+    - VALUES: the values of the masked weights.
+    - REFERENCE: rows of public text, by which training keeps general knowledge and measures it.
+    - POOLED: a state that was trained on the corpus of a release.
+    - PROGRAM: the model as a program for ExecuTorch.
+    - FILE: a file of the config, the tokenizer or the license.
+    """
 
     DENSE = "dense"
     PLAIN = "plain"

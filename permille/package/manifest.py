@@ -285,7 +285,7 @@ class Manifest:
 
     def with_addition(self, layer: Layer, made: Mapping[str, JSON]) -> "Manifest":
         """Return this package with an added layer (a pooled state or a program) and the record of how it
-        was made. The layer replaces one of the same role.
+        was made. The layer replaces an earlier layer of the same role.
         """
         rest = self._without((layer.role,))
         provenance = {**rest.provenance, ADDITIONS[layer.role]: dict(made)}

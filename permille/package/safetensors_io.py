@@ -162,9 +162,9 @@ def _check_offsets(specs: Mapping[str, TensorSpec], data_bytes: int) -> None:
 class SafetensorsWriter(ExitStack):
     """A writer of one layer, tensor by tensor. `finish` assembles the blob.
 
-    A layer begins with the header, then come the tensors with the largest dtypes. So the bytes
-    first go to unnamed temporary files, one for each size of dtype. Until `finish` returns, this
-    takes twice the layer's size on disk.
+    In a layer, the header comes first, and then the tensors by the size of their dtype. So the bytes
+    wait in unnamed temporary files, one for each size of dtype. Until `finish` returns, this takes
+    twice the layer's size on disk.
 
     Example:
 

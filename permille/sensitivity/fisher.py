@@ -73,7 +73,7 @@ def fisher_scores(
     Args:
         model: a model of any dtype and device. Its parameters and their `requires_grad` are not changed.
         sequences_NT: [N, T] token ids. The loss of a sequence is the mean over its T - 1 predictions.
-        scope: the layers to score, as `scoped_tensors` takes it.
+        scope: the layers to score: "all", "attention", "mlp", or a range of layers such as "layers:4-7".
         progress: called after each sequence.
         spill_dir: the folder for scores larger than 4 GiB, which are mapped. None keeps them in memory.
         resume: a folder that keeps the sum after each shard. A second call with the same model, sequences and

@@ -162,7 +162,7 @@ def _bin_of(histogram: NDArray[np.int64], wanted: int) -> tuple[int, int]:
 def _random_mask(
     size: int, weights: NDArray[np.float32] | None, wanted: int, seed: int, tensor_id: int
 ) -> NDArray[np.uint32]:
-    """Draw among the nonzero weights. `wanted` is the density times the number of all weights."""
+    """Draw among the nonzero weights. `wanted` is a share of all weights, zeros included."""
     kept = None if weights is None else np.flatnonzero(weights)
     if kept is None or kept.size == size:
         return _random_indices(size, wanted, seed, tensor_id)

@@ -44,10 +44,11 @@ class Scores(Mapping[str, NDArray[np.float32]]):
     """Scores [N, K] by tensor name, in tensor_id order: views of `flat`."""
 
     def __init__(self, shapes: Shapes, flat: NDArray[np.float32], file: BinaryIO | None = None) -> None:
-        """
+        """Divide `flat` into the scores of single tensors, without a copy.
+
         Args:
-            file: the open file without a name that `flat` maps. The file also has the header, so `put_scores`
-                can store it as it is.
+            file: the open file without a name that `flat` maps, or None if `flat` is in memory. The file also
+                has the header, so `put_scores` can store it as it is.
 
         Raises:
             InputError: `flat` is not float32 of the size that the shapes add up to.

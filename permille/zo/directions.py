@@ -149,7 +149,7 @@ class BlockLayout:
         self.block_B = np.arange(self.starts[-1], dtype=np.uint64) - np.repeat(
             self.starts[:-1].astype(np.uint64), blocks_T
         )
-        # `block_layout` caches this object for all callers.
+        # Make the arrays read-only, because `block_layout` gives this object to all callers.
         self.block_B.flags.writeable = False
         self.tensor_B.flags.writeable = False
 

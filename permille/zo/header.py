@@ -32,7 +32,11 @@ MAX_K = 1 << 32
 
 
 class DirectionKind(StrEnum):
-    """Elements of a direction: signs everywhere (FORMAT 6.3), or signs in one group only, else 0 (6.6)."""
+    """Kind of the directions.
+
+    - RADEMACHER: all elements of a direction are signs (FORMAT 6.3).
+    - GROUPS: the elements of one group of weights are signs, and all others are 0 (FORMAT 6.6).
+    """
 
     RADEMACHER = "rademacher"
     GROUPS = "groups"

@@ -54,7 +54,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     """Make `tokenizer.json`, `tokenizer_config.json` and others, as JSON values by file name.
 
     Raises:
-        InputError: the file has no tokenizer, or one of another kind.
+        InputError: the file has no tokenizer of kind `gpt2` or `llama`, or the tokenizer is malformed.
     """
     kind = file.text("tokenizer.ggml.model", "none")
     if kind not in ("gpt2", "llama"):
