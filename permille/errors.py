@@ -1,6 +1,6 @@
 """The errors of permille. Their classes say what the caller can do next.
 
-Bugs raise the errors of Python. They are never converted to one of these.
+Bugs raise the errors of Python. These are never converted to a `PermilleError`.
 """
 
 

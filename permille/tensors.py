@@ -109,7 +109,7 @@ def write_float32(
     """Write a safetensors file in float32, one tensor after the other. The file is durable on return.
 
     If `arrays` is a generator, only one tensor is in memory at a time. The safetensors library would need all
-    of them.
+    tensors in memory.
 
     Args:
         path: the file.

@@ -115,7 +115,7 @@ def encode_masked(
 ) -> bytes:
     """Return a device's vector under a fresh mask, signed.
 
-    Two calls give different bytes, so the caller must store what it has sent.
+    Two calls give different bytes, so the caller must store the result in order to send it again.
 
     Args:
         vector_V: int64, within the clip (`private_rounds.vector_of`).

@@ -92,7 +92,7 @@ def round_of_sum(definition: Definition, number: int, devices: int, sum_V: NDArr
 
     Raises:
         PackageError: `round-limit`: a coefficient exceeds the range of a log, or the sum is longer than
-            the vectors and the noise can make it, so the keeper or a device lies.
+            the vectors and the noise can make it. In the second case, the keeper or a device lies.
     """
     _check_possible(definition, devices, sum_V)
     # The sum must not reveal which devices stopped early, so all count as if they did every step.

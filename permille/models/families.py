@@ -344,8 +344,8 @@ def is_tied(config: Config) -> bool:
 def canonical_name(config: Config, name: str) -> str | None:
     """Return the canonical name of a checkpoint's tensor, or None if the model does not use it.
 
-    The model does not use rotary and causal-mask buffers of old checkpoints, a stored copy of a tied head, or
-    the parts of a model with vision other than its text model.
+    These tensors are not used: rotary and causal-mask buffers of old checkpoints, a stored copy of a tied
+    head, and the vision parts of a model with vision.
     """
     family = family_of(config)
     if _VISION.match(name):

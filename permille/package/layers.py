@@ -106,8 +106,9 @@ def write_adapter(
 
 
 def random_matrix(rank: int, columns: int, *, key: tuple[int, int]) -> NDArray[np.float32]:
-    """Return a uniform random matrix A [rank, columns] with variance `1 / columns`, so that the numbers of
-    `A x` are about as large as those of x.
+    """Return a uniform random matrix A [rank, columns].
+
+    Its numbers have the variance `1 / columns`, so the numbers of `A x` are about as large as those of x.
     """
     # numpy promises that raw words stay the same in every version. It does not promise this for normal
     # variates.

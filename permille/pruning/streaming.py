@@ -2,10 +2,10 @@
 
     report = prune_model(Checkpoint(source), target, PruningText(calibration_NT=rows), plan, resume=folder)
 
-Wanda and SparseGPT need the inputs of a linear layer. To get these, calibration text goes through the pruned
-versions of all earlier decoder layers, and through the unpruned version of the linear's own decoder layer, as
-in the papers (`PruningMethod`). The target has the same files as the source, with the same headers. Only the
-weights of the pruned linear layers have other bits.
+Wanda and SparseGPT need the inputs of a linear layer. To get these, calibration text goes through all earlier
+decoder layers, which are already pruned. Then it goes through the linear's own decoder layer, which is not
+yet pruned. The papers do the same (`PruningMethod`). The target has the same files as the source, with the
+same headers. Only the weights of the pruned linear layers have other bits.
 
 The folder `resume` keeps the output of the last finished decoder layer, and the results in JSON. After a
 kill, a call with the same arguments repeats the unfinished layer from the source, and ends with the same

@@ -7,9 +7,10 @@ gradient of the mean next-token loss of sequence n. Squares are computed and sum
 of the model, because a sum in bfloat16 stops growing at 2^8 equal terms. The square of a batch's mean
 gradient is another quantity, and this module does not compute it.
 
-Memory holds the weights (one decoder layer of a `StreamedModel`), the scores in scope (or a mapped file
-of them), the gradient of one tensor, and the activations of one decoder layer. Each gradient is squared
-and freed as soon as autograd has made it. Activations of other layers are recomputed.
+These are in memory at a time: the weights, the scores in scope, the gradient of one tensor, and the
+activations of one decoder layer. Of a `StreamedModel`, only one decoder layer is in memory, and large scores
+may be in a mapped file. Each gradient is squared and freed as soon as autograd has made it. Activations of
+other layers are recomputed.
 
 Squared gradients are summed in shards of sequences (`shard_ranges`), and the sums of the shards are added in
 their order. So one process and sixteen workers get the same bits from the same gradients. The only exception
@@ -220,8 +221,8 @@ def _not_finite(name: str) -> InputError:
 def _sums_beside(device: torch.device, sums: Scores) -> Iterator[Callable[[str], Tensor]]:
     """Yield a function that returns the sum of a tensor by name.
 
-    If the model is on a GPU and the sums fit there, the sums stay on the GPU until the end of the context, so
-    that squares need not be copied to the host.
+    If the model is on a GPU and the sums fit there, the sums stay on the GPU until the end of the context.
+    Then squares need not be copied to the host.
     """
     if not _holds_sums(device, sums):
         yield functools.partial(_shared, sums)

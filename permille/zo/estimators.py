@@ -4,7 +4,7 @@ The elements of a direction z are -1, 0 and 1. Divided by sigma, the root mean s
 variance. A projected gradient is the derivative of the loss along `z / sigma`, or an estimate of it.
 
 A block is a range of tensors with directions of its own. `split` has two blocks, and all other estimators
-have one. For each block, a step averages `projected_grad * z / sigma` over the directions of the block, and
+have one. For each block, a step averages `projected_grad * z / sigma` over the directions of the block. It
 moves the weights by minus the learning rate times that average. The expectation of the average is the
 gradient, up to terms of the order of epsilon squared (none for exact derivatives).
 

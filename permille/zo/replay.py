@@ -1,7 +1,7 @@
 """Replay: from the integers of a log to the state, exactly, on every machine and in every order.
 
-`s = sum_t sum_i c[t, i] * z[t, i]` is a sum of integers, so the result has the same bits however the steps or
-the weights are divided. With the estimator `split`, the two blocks are summed separately.
+The state `s = sum_t sum_i c[t, i] * z[t, i]` is a sum of integers, so any grouping of steps or weights gives
+the same bits. With the estimator `split`, the two blocks are summed separately.
 
 Shapes: T = steps, Q = queries, K = masked weights, D = directions whose coefficient is not 0.
 """
