@@ -199,7 +199,7 @@ class History:
     """The pooled state of a federation, and the chain of digests that identifies its history.
 
     Attributes:
-        s_W: int64 [k], in the unit of the definition's log.
+        s_W: int64 [W], in the unit of the definition's log.
         chain: the digest of all rounds so far. Before the first round it is the definition's
             digest.
         reach: no integer of the state is larger than this, by absolute value (FORMAT 7.3).

@@ -257,7 +257,7 @@ def join_shards(paths: Sequence[Path], sequences: int, *, spill_dir: Path | None
     Args:
         paths: the files with the sums, in the order of the shards.
         sequences: the number of sequences of all shards.
-        spill_dir: as in `zero_scores`.
+        spill_dir: the folder for scores larger than 4 GiB, which are mapped. None keeps them in memory.
 
     Raises:
         PackageError, InputError: a file does not hold sums, or holds sums of other tensors.

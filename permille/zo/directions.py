@@ -38,7 +38,7 @@ _LARGEST = 1 << 53
 
 
 def direction(*, seed: int, step: int, query: int, counts: Sequence[int]) -> NDArray[np.int8]:
-    """Return the direction of one query, int8 [k], with `counts[t]` signs for tensor `t` (FORMAT 6.3).
+    """Return the direction of one query, int8 [K], with `counts[t]` signs for tensor `t` (FORMAT 6.3).
 
     For example, the signs of two tensors with three and two masked weights:
 

@@ -100,11 +100,11 @@ class LossEngine(Protocol):
         """Return the mean loss over the batch's target tokens, one for each variant of the trained values.
 
         Args:
-            values_VK: float32 [v, k], v >= 1.
+            values_VK: float32 [V, K], V >= 1.
             batch: a right-padded batch.
 
         Returns:
-            float32 [v]. A loss is NaN or infinite if its forward pass overflowed.
+            float32 [V]. A loss is NaN or infinite if its forward pass overflowed.
 
         Raises:
             InputError: a shape, dtype or token id does not fit the package, or there is no target.
@@ -118,14 +118,14 @@ class Differentiable(Protocol):
         """Return the mean loss over the batch's target tokens, and its gradient.
 
         Args:
-            values_K: the trained values, float32 [k].
-            batch: as in `losses`.
+            values_K: the trained values, float32 [K].
+            batch: a right-padded batch.
 
         Returns:
-            The loss, and `d loss / d values`, float32 [k]. They are NaN or infinite if the pass overflowed.
+            The loss, and `d loss / d values`, float32 [K]. They are NaN or infinite if the pass overflowed.
 
         Raises:
-            InputError: as in `losses`.
+            InputError: as for `LossEngine.losses`.
         """
 
 
@@ -161,7 +161,7 @@ class Descent:
         return self.header.epsilon / self.header.sigma
 
     def perturbed(self, s_K: NDArray[np.int64], z_K: NDArray[np.int8]) -> NDArray[np.float32]:
-        """Return the values of a state moved along one direction, float32 [k]."""
+        """Return the values of a state moved along one direction, float32 [K]."""
         return perturbed(self.w_base_K, s_K, self.header.step_unit_exponent, z_K, self.scale)
 
 
@@ -171,7 +171,7 @@ Estimate = Callable[
 
 
 def directions_of(header: LogHeader, step: int) -> NDArray[np.int8]:
-    """Return all directions of a step, [q, k], with elements -1, 0 and 1.
+    """Return all directions of a step, [Q, K], with elements -1, 0 and 1.
 
     Divided by `header.sigma` they have unit variance. A direction of one block is 0 outside that block
     (FORMAT 6.3, 6.5 and 6.6).

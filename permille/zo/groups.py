@@ -83,7 +83,7 @@ def grouping(header: LogHeader, step: int) -> Grouping:
 def group_sums(
     header: LogHeader, coefficients_TQ: NDArray[np.int64], *, start: int = 0, threads: int = 1
 ) -> NDArray[np.int64]:
-    """Return `sum over steps t and groups i of c[t, i] * z[t, i]` as int64 [k].
+    """Return `sum over steps t and groups i of c[t, i] * z[t, i]` as int64 [K].
 
     The number of threads does not change the bits. The caller checks that no sum exceeds 2**53.
     """

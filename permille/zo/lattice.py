@@ -4,7 +4,7 @@
 associative: they can be applied, split, merged and undone in any order. Nothing saturates. An update
 that could move an integer of the state beyond 2**53 is refused.
 
-Shapes: K = masked weights of all tensors.
+Shapes: K = masked weights of all tensors, Q = queries.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ _COEFFICIENT_RMS = 1024
 def values(
     w_base_K: NDArray[np.float32], s_K: NDArray[np.int64], step_unit_exponent: int
 ) -> NDArray[np.float32]:
-    """Return the weights of a state: `fp32(float64(w_base) + 2**e * s)`, float32 [k] (FORMAT 7.2).
+    """Return the weights of a state: `fp32(float64(w_base) + 2**e * s)`, float32 [K] (FORMAT 7.2).
 
     For example, with a unit of 2**-2:
 
@@ -52,7 +52,7 @@ def perturbed(
     z_K: NDArray[np.int8],
     scale: float,
 ) -> NDArray[np.float32]:
-    """Return the weights of a state moved by `scale * z`, rounded to float32 once; float32 [k].
+    """Return the weights of a state moved by `scale * z`, rounded to float32 once; float32 [K].
 
     Each call computes the weights from the state, so nothing needs to be restored, and rounding errors do not
     accumulate.
@@ -80,7 +80,7 @@ def perturbed_pairs(
     z_QK: NDArray[np.int8],
     scale: float,
 ) -> NDArray[np.float32]:
-    """Return the weights moved along +z_0, -z_0, +z_1, ..., with the bits that `perturbed` gives: [2q, k].
+    """Return the weights moved along +z_0, -z_0, +z_1, ..., with the bits that `perturbed` gives: [2 Q, K].
 
     One pass over the state computes all rows.
 

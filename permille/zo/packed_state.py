@@ -164,7 +164,7 @@ def encode_state(header: StateHeader, s_K: NDArray[np.int64]) -> bytes:
     """Encode a state. A state has exactly one byte string.
 
     Raises:
-        InputError: the state is not int64 [k], or has an integer beyond 2**53.
+        InputError: the state is not int64 [K], or has an integer beyond 2**53.
     """
     if s_K.dtype != np.int64 or s_K.shape != (header.k,):
         raise InputError(f"expected a state int64 [{header.k}], got {s_K.dtype} {list(s_K.shape)}")

@@ -30,7 +30,7 @@ def replay(
     start: int = 0,
     threads: int = 1,
 ) -> NDArray[np.int64]:
-    """Return the state that steps `start`, `start + 1`, ... of a log add up to, int64 [k] (FORMAT 7.5).
+    """Return the state that steps `start`, `start + 1`, ... of a log add up to, int64 [K] (FORMAT 7.5).
 
     The states of parts of a log add up to the state of the whole log. For example, with two halves:
 

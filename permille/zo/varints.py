@@ -52,7 +52,7 @@ def encode_varints(numbers_V: NDArray[np.uint64]) -> bytes:
 
 
 def decode_varints(data: bytes) -> NDArray[np.uint64]:
-    """Decode the numbers of `data`, uint64 [v].
+    """Decode the numbers of `data`, uint64 [V].
 
     Raises:
         PackageError: `log-content`: a number is cut, longer than 5 bytes, or not in its shortest form.

@@ -40,10 +40,10 @@ ARCHITECTURES = {
 """llama.cpp's architecture of each family. A Mistral file says `llama`, because both compute the same."""
 
 PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
-"""The families of which llama.cpp gives every n-th layer no window, with their n."""
+"""In llama.cpp, every n-th layer of these families has no window. The values are n."""
 
 UNROTATED = 4
-"""In a SmolLM3, llama.cpp leaves out the rotation in every n-th layer. This is n."""
+"""In llama.cpp, every n-th layer of a SmolLM3 has no rotation. The value is n."""
 
 # The architectures for which llama.cpp rotates adjacent numbers of a head as a pair (`row_order`).
 _NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)
