@@ -2,7 +2,7 @@
 
 The record is the `custom` field of a TUF target (FORMAT 14), which is signed. So nobody between service and
 device can open a wave, or move a device to another wave. Nobody can hide a halt for longer than the lifetime
-of the timestamp.
+of TUF's timestamp.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from permille.fleet.windows import Window
 
 # The number of places (see `place_of`). A wave of 1 % has 100 places.
 PARTS: Final = 10_000
-# The most members of a group that is chosen by device id or by tag. It is limited because the record lists a
+# A group that is chosen by device id or by tag has at most this many members, because the record lists a
 # digest of each member.
 MAX_MEMBERS: Final = 2000
 # The largest integer that all JSON readers represent exactly (RFC 8259, section 6).
@@ -78,8 +78,7 @@ class Choice:
 
     Attributes:
         agent_version: the lowest version of the agent.
-        engines: one of these engines must have computed the device's newest run. Without any, every engine
-            fits.
+        engines: one of these engines must have computed the device's newest run. If empty, every engine fits.
         memory_bytes: the least memory.
         members: digests of the devices in the group (`member_digest`); None for any device.
     """

@@ -48,8 +48,8 @@ class Reason(StrEnum):
 
     Attributes:
         FAILURES: the share of failures is significantly above its limit.
-        INTEGRITY: four devices found the same damage.
-        WORSE: the share of devices that became worse is significantly above its limit.
+        INTEGRITY: four devices found the same damage in the package.
+        WORSE: the share of devices whose model became worse is significantly above its limit.
         LOSS: the mean loss after training rose by significantly more than 0.01 nats per token.
         GENERAL: training raises the loss on general text more than with the old version. The mean difference
             is significantly above 0.02 nats per token.

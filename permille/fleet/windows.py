@@ -55,8 +55,8 @@ class Window:
         # As in cron: if both day fields are restricted, one match suffices.
         is_either = not (parts[2].startswith("*") or parts[4].startswith("*"))
         for ago in range(self.minutes):
-            # Step back in real time, then convert to local time: it lacks or repeats an hour when clocks
-            # change.
+            # Step back in real time, then convert to local time: local time lacks or repeats an hour when
+            # clocks change.
             begin = (at - timedelta(minutes=ago)).astimezone(zone)
             fits = (begin.day in days, begin.isoweekday() % 7 in weekdays)
             if (

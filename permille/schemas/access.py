@@ -93,14 +93,14 @@ class AuditEntry(Closed):
 
 
 class BlobCollection(Closed):
-    """Result of a collection: the blobs that it found, and those that it deleted (in a dry run, those that it
-    would delete).
+    """Result of a collection: the blobs that it found, and the blobs that it deleted. In a dry run, these are
+    the blobs that it would delete.
     """
 
     dry_run: bool
     stored_bytes: Count = Field(description="bytes of all blobs before the collection")
     unreferenced_bytes: Count = Field(
-        description="bytes of blobs to which nothing refers, including young ones"
+        description="bytes of blobs to which nothing refers, including those that are too young to delete"
     )
     removed_bytes: Count = Field(
         description="bytes of deleted blobs, and of deleted folders of sparse models"

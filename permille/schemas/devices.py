@@ -13,7 +13,7 @@ from permille.schemas.releases import VersionResults
 TOKEN_CONTEXT: Final = b"permille-device-token-1\0"
 ENROLMENT_CONTEXT: Final = b"permille-enrolment-1\0"
 
-# The last character carries 4 bits only, so the pattern admits one text for each key.
+# Of the 6 bits of the last character, 2 are unused and must be 0, so each key has only one valid text.
 PublicKey = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9_-]{42}[AEIMQUYcgkosw048]$"),
@@ -22,13 +22,14 @@ PublicKey = Annotated[
         examples=["11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"],
     ),
 ]
-# The last character carries 2 bits only, so the pattern admits one text for each signature.
+# Of the 6 bits of the last character, 4 are unused and must be 0, so each signature has only one valid text.
 Signature = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9_-]{85}[AQgw]$"),
     Field(description="Ed25519 signature: base64url without padding of its 64 bytes.", examples=["A" * 86]),
 ]
-# The last character before the dot carries 2 of the 128 bits, so the pattern admits one text for each code.
+# Of the 6 bits of the last character before the dot, 4 are unused and must be 0. So each code has only one
+# valid text.
 InvitationCode = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9_-]{21}[AQgw]\.[0-9a-f]{32}$"),

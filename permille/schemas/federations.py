@@ -1,6 +1,6 @@
 """Federations, in which many devices improve one state in rounds: the requests and records of the API.
 
-Only these are JSON. FORMAT 13 defines the binary formats of contributions and of published rounds.
+The models below are JSON. Contributions and published rounds are binary: FORMAT 13 defines them.
 """
 
 from enum import StrEnum
@@ -27,11 +27,11 @@ CONTRIBUTION_MEDIA_TYPE: Final = "application/vnd.permille.contribution"
 CATCH_UP_MEDIA_TYPE: Final = "application/vnd.permille.catch-up"
 ROUND_MEDIA_TYPE: Final = "application/vnd.permille.round"
 DEFINITION_MEDIA_TYPE: Final = "application/vnd.permille.federation+json"
-# The most integers of a contribution, so that it fits the body of a request.
+# A contribution has at most this many integers, so that it fits into the body of a request.
 MAX_INTEGERS: Final = 200_000
-# The most rounds of a federation. A column of 32 bits holds their numbers.
+# A federation has at most this many rounds. A column of 32 bits holds their numbers.
 MAX_ROUNDS: Final = 1 << 20
-# The most devices of a round.
+# At most this many devices contribute to a round.
 MAX_DEVICES: Final = 65536
 MAX_DP_EPSILON: Final = 1000
 # The largest learning rate and epsilon. Weights lie below one, so larger values make no sense.
@@ -75,7 +75,9 @@ class ScheduleCreate(Closed):
     """The number of rounds, and the conditions that end a round."""
 
     rounds: Annotated[
-        int, Field(strict=True, ge=1, le=MAX_ROUNDS, description="most rounds of the federation"), WholeNumber
+        int,
+        Field(strict=True, ge=1, le=MAX_ROUNDS, description="rounds after which the federation is finished"),
+        WholeNumber,
     ] = 100
     target: Annotated[
         int,
@@ -91,7 +93,12 @@ class ScheduleCreate(Closed):
     ] = 10
     deadline_s: Annotated[
         int,
-        Field(strict=True, ge=1, le=30 * 86400, description="most seconds until a round closes"),
+        Field(
+            strict=True,
+            ge=1,
+            le=30 * 86400,
+            description="a round closes after this many seconds at the latest",
+        ),
         WholeNumber,
     ] = 86400
 
@@ -157,7 +164,8 @@ class AggregationCreate(Closed):
             strict=True,
             ge=0,
             le=50,
-            description="percent of the devices' values that trimmed drops at each end; 50 gives the median",
+            description="percent of the devices' values that the rule `trimmed` drops at each end; 50 gives "
+            "the median",
         ),
         WholeNumber,
     ] = 0
@@ -181,13 +189,13 @@ class PrivacyCreate(Closed):
     )
     participations: Annotated[
         int,
-        Field(strict=True, ge=1, le=1 << 20, description="most rounds in which a device takes part"),
+        Field(strict=True, ge=1, le=1 << 20, description="a device takes part in at most this many rounds"),
         WholeNumber,
     ]
     delta_exponent: Annotated[
         int,
         Field(
-            strict=True, ge=3, le=12, description="n for a delta of 1e-n, which should be below 1 / devices"
+            strict=True, ge=3, le=12, description="n; delta is 1e-n and should be below 1 / number of devices"
         ),
         WholeNumber,
     ] = 6
@@ -213,7 +221,9 @@ class FederationCreate(Closed):
     name: Name = Field(description="name of the federation")
     release: Name = Field(description="release whose devices may join")
     version: Version | None = Field(default=None, description="version of the release (default: the newest)")
-    schedule: ScheduleCreate = Field(default=ScheduleCreate(), description="conditions that end rounds")
+    schedule: ScheduleCreate = Field(
+        default=ScheduleCreate(), description="number of rounds, and conditions that end a round"
+    )
     training: TrainingCreate = Field(default=TrainingCreate(), description="training on the devices")
     aggregation: AggregationCreate = Field(
         default=AggregationCreate(), description="rule that combines the integers of the devices"
@@ -232,7 +242,7 @@ class FederationSummary(Closed):
     package_digest: Digest
     definition_digest: Digest
     number: Count = Field(description="number of rounds that have ended")
-    rounds: Positive = Field(description="most rounds of the federation")
+    rounds: Positive = Field(description="rounds after which the federation is finished")
     adopted_round: Count | None = Field(
         description="devices begin with the state after this many rounds; null before an adoption"
     )
@@ -276,7 +286,7 @@ class FederationPrivacy(Closed):
     )
     clip: Positive
     delta: Finite
-    participations: Positive = Field(description="most rounds in which a device takes part")
+    participations: Positive = Field(description="a device takes part in at most this many rounds")
     dp_epsilon: Finite = Field(description="epsilon of a device after `participations` rounds")
     dp_epsilon_of_one: Finite = Field(description="epsilon of a device after one round")
     signal_to_noise: Finite = Field(

@@ -107,7 +107,7 @@ class EventData(Closed):
     message: str | None = None
     attempt: Count | None = None
     worker: str | None = None
-    job_id: Id | None = Field(default=None, description="id of an added part")
+    job_id: Id | None = Field(default=None, description="id of a child job that was added")
     result_id: str | None = None
     error: JobError | None = None
 

@@ -100,7 +100,7 @@ class ShardRequest(Closed):
     plan: Digest = Field(description="digest of the sequences that the mask job has drawn")
     first: Count
     stop: Count = Field(description="index after that of the last sequence")
-    dtype: Dtype = Field(description="dtype of the worker that split the mask job, for all its shards")
+    dtype: Dtype = Field(description="dtype for all shards of a mask job, chosen by the worker that split it")
 
 
 class Mask(Made):

@@ -25,7 +25,8 @@ class Adapter(Closed):
     """Low-rank matrices beside the linear layers. Devices train these matrices instead of masked weights."""
 
     kind: Annotated[AdapterKind, Flag("--adapter")] = Field(
-        description="adapter to train in place of sensitive weights: lora, or lora-fa (half of it frozen)"
+        description="adapter to train in place of sensitive weights: lora, or lora-fa (which trains only one "
+        "matrix of each pair)"
     )
     rank: Annotated[
         # The limits of rank and alpha are those of FORMAT 3.1 and `permille.package.limits`.
@@ -120,12 +121,12 @@ class ExportCreate(Closed):
     )
     variants: Annotated[
         int,
-        Field(strict=True, ge=1, le=256, description="variants of the sparse values in one pass"),
+        Field(strict=True, ge=1, le=256, description="number of variants of the sparse values in one pass"),
         WholeNumber,
     ] = 8
     rows: Annotated[
         int,
-        Field(strict=True, ge=1, le=1024, description="sequences of all variants in one pass"),
+        Field(strict=True, ge=1, le=1024, description="number of sequences in one pass, of all variants"),
         WholeNumber,
     ] = 16
     tokens: Annotated[
@@ -165,7 +166,8 @@ class BuildCreate(Closed):
     model_id: Id = Field(description="model to make a package of")
     mask: MaskRequest | None = None
     adapter: Adapter | None = None
-    # Even `Nf4` needs the scheme here: it has no default, because pydantic tells the options apart by it.
+    # The field `scheme` has no default, because pydantic tells the classes of options apart by it. So name
+    # the scheme even for `Nf4`.
     quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
     evaluation_corpus_id: EvaluationCorpus = None
 

@@ -11,11 +11,11 @@ from permille.schemas.jobs import Made
 
 
 class SchemeName(StrEnum):
-    """Coding of dense weights."""
+    """Coding scheme of the frozen weights."""
 
     NF4 = "nf4"
     INT4 = "int4"
-    # Not a scheme of the format: its packages are int4 (`permille.quantization.types.Scheme`).
+    # The package format has no scheme of this name: the resulting packages have the scheme int4.
     AUTO_ROUND = "auto-round"
     INT8 = "int8"
     SOURCE = "source"

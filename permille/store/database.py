@@ -172,7 +172,7 @@ class Database:
 def now(session: Session) -> datetime:
     """Return the current time of the database, or of the clock that the `Database` was given.
 
-    SQLite gives milliseconds.
+    On SQLite, the time is rounded to whole milliseconds.
     """
     clock: Clock | None = session.info.get("clock")
     if clock is not None:

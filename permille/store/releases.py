@@ -59,7 +59,9 @@ def follow(session: Session, *, tenant_id: str, before: Listing, after: Listing)
 
     Raises:
         NotFoundError: a listed package does not exist.
-        ConflictError, InputError: as for `publish`.
+        ConflictError: a new version is not higher than all others of its name, or an alias points at a
+            yanked version.
+        InputError: a new version exceeds the newest one by more than `MAX_NEW_VERSIONS`.
     """
     # Sort the keys, so that concurrent transactions lock rows in the same order.
     for name, version in sorted(before.keys() - after.keys()):

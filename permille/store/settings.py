@@ -121,8 +121,8 @@ class StorageSettings(SettingsGroup):
     blob_cache_bytes: int = Field(
         default=64 << 30,
         ge=0,
-        description="the most bytes of copies from the bucket that a machine keeps. Copies in use are kept "
-        "even above this limit",
+        description="limit, in bytes, of the copies from the bucket that a machine keeps. Copies in use are "
+        "kept even above this limit",
     )
     collection_grace_s: float = Field(
         default=86_400.0,

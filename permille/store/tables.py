@@ -2,7 +2,7 @@
 
 Rules:
 
-- Every row that belongs to a customer has a `tenant_id`.
+- Every row that belongs to a tenant (a customer) has a `tenant_id`.
 - Times are UTC, stored as integer microseconds.
 - A secret is stored as the hexadecimal SHA-256 of the secret. The exception is a webhook's secret,
   which is stored in plain text, since it signs each delivery.
@@ -131,8 +131,8 @@ class OperatorToken(Named):
 
 
 class EndedSession(_Owned, Base):
-    """A session of the web pages that its operator ended before it expired. Other facts of a session are only
-    in its cookie, so a session that was not ended has no row.
+    """A session of the web pages that its operator ended before it expired. All other data of a session is in
+    its cookie, so a session that was not ended has no row.
     """
 
     __tablename__ = "ended_sessions"
@@ -158,7 +158,9 @@ class TrustMetadata(Base):
 
 
 class Probe(Base):
-    """A single row that is written to test the database. Reading would also succeed with a full disk."""
+    """A single row that is written to test the database. A read is no test, since it succeeds even if the
+    disk is full.
+    """
 
     __tablename__ = "probes"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -167,11 +169,11 @@ class Probe(Base):
 
 
 class Worker(Base):
-    """A worker that ran lately. See `permille.store.jobs.dispatch`."""
+    """A worker that was seen within the last day. See `permille.store.jobs.dispatch`."""
 
     __tablename__ = "workers"
     name: Mapped[str] = mapped_column(primary_key=True)
-    exports: Mapped[bool]  # whether its machine has the exporter of programs
+    exports: Mapped[bool]  # whether it can export programs: executorch is installed
     seen_at: Mapped[datetime]
 
 
@@ -212,7 +214,8 @@ def _partial_index(name: str, where: str, *columns: str) -> Index:
 
 def _index_of_some(table: str, column: str) -> Index:
     """Return an index of a column that has a value in few rows."""
-    # If the index had the rows with NULL, SQLite would take NULL for a frequent value and avoid the index.
+    # Leave out the rows with NULL. With them, SQLite would expect many rows for each value, and avoid the
+    # index.
     return _partial_index(f"ix_{table}_{column}", f"{column} IS NOT NULL", column)
 
 
@@ -228,7 +231,7 @@ class Job(Named):
     kind: Mapped[str]
     state: Mapped[str]
     payload: Mapped[dict[str, object]]
-    request_digest: Mapped[str]  # digest of version, kind and payload; see `transitions.request_digest`
+    request_digest: Mapped[str]  # equal for equal requests; see `transitions.request_digest`
     idempotency_key: Mapped[str | None]
     parent_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
     # The device whose upload the job checks.
@@ -238,7 +241,8 @@ class Job(Named):
     eta_at: Mapped[datetime | None]  # the worker's estimate of the end
     attempt: Mapped[int] = mapped_column(default=0)
     max_attempts: Mapped[int]
-    fence: Mapped[int] = mapped_column(BigInteger, default=0)  # see `permille.store.jobs.claims`
+    # Grows with each claim, so that older claims become invalid. See `permille.store.jobs.claims`.
+    fence: Mapped[int] = mapped_column(BigInteger, default=0)
     event_seq: Mapped[int] = mapped_column(BigInteger, default=0)  # seq of the newest event
     worker: Mapped[str | None]
     lease_expires_at: Mapped[datetime | None]
@@ -426,7 +430,7 @@ class Device(Named):
         _partial_index(
             "ix_devices_active",
             "revoked_at IS NULL AND unenrolled_at IS NULL",
-            # SQLite reads the table, too, unless the index also has the columns of its condition.
+            # The index also has the columns of its condition. Without them, SQLite would read the table, too.
             *("tenant_id", "release", "version", "alias", "revoked_at", "unenrolled_at"),
         ),
     )
@@ -536,11 +540,12 @@ class Federation(Named):
     deadline_s: Mapped[int]
     rounds: Mapped[int]  # the number of rounds after which the federation is finished
     number: Mapped[int]  # the number of rounds that have ended
-    chain: Mapped[str]
+    chain: Mapped[str]  # digest of the history (FORMAT 13.4)
     state_digest: Mapped[str]
-    reach: Mapped[int] = mapped_column(BigInteger)
+    reach: Mapped[int] = mapped_column(BigInteger)  # bound on the elements of the state (FORMAT 7.3)
     adopted_round: Mapped[int | None]
-    participations: Mapped[int | None]  # most rounds of one device; None without differential privacy
+    # In how many rounds one device may take part; None without differential privacy.
+    participations: Mapped[int | None]
     __table_args__ = (
         UniqueConstraint("tenant_id", "name"),
         UniqueConstraint("tenant_id", "definition_digest"),
@@ -572,7 +577,8 @@ class Round(_OfTenant, Base):
     closed_at: Mapped[datetime | None]
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
     refused: Mapped[dict[str, object]]  # numbers of refused contributions, by error code
-    # The following columns are set when the round ends.
+    # The following columns are set when the round ends. The first three are numbers of devices: invited, with
+    # an accepted contribution, and with a contribution in the sum.
     invited: Mapped[int | None]
     received: Mapped[int | None]
     counted: Mapped[int | None]
@@ -744,13 +750,16 @@ class WebhookDelivery(_Owned, Base):
 
 
 class IdempotentAnswer(Base):
-    """The answer to a request with an idempotency key that made something other than a job."""
+    """The record of a request with an idempotency key, kept for a day. If the request is repeated, the API
+    sends the stored answer again. For a request that made a job, the job is the answer, and `sealed` is
+    empty.
+    """
 
     __tablename__ = "idempotent_answers"
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
     request_digest: Mapped[str]
-    # The API encrypts the answer, which may contain a new secret.
+    # The answer. The API encrypts it, because it may contain a new secret.
     sealed: Mapped[bytes] = mapped_column(LargeBinary)
     created_at: Mapped[datetime] = mapped_column(index=True)
 

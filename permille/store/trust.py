@@ -1,7 +1,7 @@
 """The files of the tenants' TUF repositories.
 
-Every change of a repository makes a new timestamp. A caller names the timestamp from which its
-change began. If another change was faster, nothing is stored (ChangedError), and `Database.transact`
+Every change of a repository makes a new version of the timestamp. A caller names the version from which
+its change began. If another change was faster, nothing is stored (ChangedError), and `Database.transact`
 repeats the change on the new state.
 
 All roots are kept, because clients walk through them one by one. Only the newest timestamp is kept. Of

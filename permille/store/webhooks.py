@@ -24,12 +24,13 @@ from permille.store.tables import Webhook, WebhookDelivery
 
 SECRET_PREFIX: Final = "whsec_"  # noqa: S105 - what Standard Webhooks puts before a secret
 MAX_WEBHOOKS: Final = 20
-# Seconds until the next attempt after each failed one, as Standard Webhooks advises. After the last attempt,
-# we give up.
+# Pauses after failed attempts, in seconds, as Standard Webhooks advises. If the attempt after the last pause
+# fails, too, the delivery is given up.
 RETRY_AFTER_S: Final = (5, 300, 1800, 7200, 18_000, 36_000)
 CLAIMED_FOR: Final = timedelta(minutes=2)
 KEPT_FOR: Final = timedelta(days=30)
-# The most events that a worker claims at once. It must deliver them one by one within `CLAIMED_FOR`.
+# A worker claims at most this many events at once, because it must deliver all of them, one by one, within
+# `CLAIMED_FOR`.
 _MAX_CLAIMED: Final = 3
 _FAILURE_CHARACTERS: Final = 200
 

@@ -76,8 +76,8 @@ def is_due(role: str, data: bytes, now: datetime) -> bool:
     wrong when it was signed.
     """
     left, life = expiry_of(data) - now, life_of(role)
-    # An attacker who withholds newer metadata can keep devices at the old metadata until this expires. So an
-    # expiry that is too late is a risk.
+    # An expiry that is too late is a risk: an attacker who withholds newer metadata can keep devices at the
+    # old metadata until it expires.
     return not life / 2 <= left <= life + CLOCK_SLACK
 
 

@@ -263,8 +263,8 @@ class Repository:
             self._edit(
                 role, lambda targets: name_alias(targets, name, alias, None if version is None else path)
             )
-        # If the alias is removed, or if the signed list already lets devices of the alias install this
-        # version, changing the row in the database is enough, and this needs no key.
+        # Two changes need only a new row in the database, and no key: to remove an alias, and to choose a
+        # version that devices of the alias may already install according to the signed list.
         except KeyElsewhereError:
             if version is not None and alias not in aliases_of(listed[path]):
                 raise

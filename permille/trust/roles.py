@@ -8,7 +8,7 @@ There are three kinds of targets:
 
 - `releases/<name>/<version>.json`: the manifest of a package.
 - `federations/<SHA-256>.json`: the definition of a federation (FORMAT 13.1).
-- `rollouts/<name>/<alias>.json`: the version that devices of an alias try (FORMAT 14).
+- `rollouts/<name>/<alias>.json`: the rollout to the devices of an alias (FORMAT 14).
 """
 
 import re
@@ -48,7 +48,7 @@ _LIFE: Final = {
     SNAPSHOT: timedelta(days=7),
     TIMESTAMP: timedelta(days=1),
 }
-# These roles may be signed elsewhere, by hand, so they live longer than the online roles.
+# Delegated roles may be signed elsewhere, by hand, so they live longer than the online roles.
 _DELEGATED_LIFE: Final = timedelta(days=90)
 _FILE_NAME: Final = re.compile(r"([1-9][0-9]{0,15})\.([a-z0-9][a-z0-9._-]{0,80})\.json", re.ASCII)
 _TARGET_PATH: Final = re.compile(r"releases/([a-z0-9][a-z0-9._-]{0,62})/([1-9][0-9]{0,15})\.json", re.ASCII)

@@ -13,7 +13,7 @@ from permille.schemas.fields import Closed, Count, Finite, Flag, Id, Name, Posit
 from permille.schemas.releases import Version
 
 MAX_WAVES: Final = 20
-# The API has the defaults of the state machine, so that they cannot differ.
+# The API takes its defaults from the state machine, so that the two cannot differ.
 _DEFAULT: Final = Rules()
 
 Percent = Annotated[float, Field(strict=True, ge=0, le=100, allow_inf_nan=False, examples=[2.0])]
@@ -68,8 +68,8 @@ class RolloutRules(Closed):
 
     @model_validator(mode="after")
     def _check_waves(self) -> "RolloutRules":
-        # A share and a count can be compared only once the devices are known. So check that the shares grow,
-        # and that the counts grow.
+        # How a share compares with a count is known only once the devices are known. So check here that the
+        # shares grow and, separately, that the counts grow.
         for is_share in (True, False):
             sizes = [int(wave.removesuffix("%")) for wave in self.waves if wave.endswith("%") is is_share]
             if sizes != sorted(set(sizes)) or self.waves[-1] != "100%":
@@ -185,7 +185,7 @@ class RolloutReport(Closed):
         | None
     ) = Field(
         default=None,
-        description="clipped rise of the loss in nats per token; null if the owner shares one bit only",
+        description="clipped rise of the loss in nats per token; null if the owner shares only `worse`",
     )
 
     @model_validator(mode="after")

@@ -35,13 +35,14 @@ from permille.store.settings import BucketAddress
 PART_BYTES: Final = 64 << 20
 _MOST_PARTS: Final = 10_000
 _AT_A_TIME: Final = 4
-# At most this many threads wait for the bucket. The API has 40; the others answer other requests.
+# At most this many threads wait for the bucket. The API has 40 threads, so at least 10 answer other requests.
 _AT_ONCE: Final = 30
 _TURN_S: Final = 1.0
 # Validity of a presigned address. A download must begin within this time, but may end later.
 _ADDRESS_S: Final = 300
 # Vendors name a missing object in several ways.
 _GONE: Final = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
+# Errors that last until a person acts.
 _PERSON: Final = frozenset(
     {
         "401",

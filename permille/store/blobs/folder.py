@@ -30,8 +30,9 @@ from permille.store.blobs.bucket import Bucket
 from permille.store.settings import BucketAddress, StoreSettings
 
 _KEY: Final = re.compile(r"([^/]+/)*sha256/([0-9a-f]{2})/\2[0-9a-f]{62}", re.ASCII)
-# The most copies that one process holds because it has their paths. Beyond this number, it releases the copy
-# whose path was requested longest ago. Without this limit, a long-lived process would fill the disk.
+# A process holds the copies whose paths it has requested, but at most this many. Beyond this number, it
+# releases the copy whose path was requested longest ago. Without the limit, a long-lived process would fill
+# the disk.
 _MOST_HELD: Final = 256
 
 
@@ -62,7 +63,7 @@ class BlobCache(BlobFolder):
     """The local folder of copies.
 
     Args:
-        most_bytes: the most bytes of all copies. Copies in use are kept even above this limit.
+        most_bytes: the limit on the bytes of all copies. Copies in use are kept even above this limit.
     """
 
     def __init__(self, root: Path, most_bytes: int) -> None:

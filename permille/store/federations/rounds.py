@@ -28,8 +28,8 @@ from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.tables import Federation, FederationCheckpoint, Instant, Job, Participation, Round
 
-# The attempts of the job that closes a round. A lost round wastes the work and the privacy budget of many
-# devices, so try often.
+# The number of attempts of the job that closes a round. A lost round wastes the work and the privacy budget
+# of many devices, so try often.
 _ATTEMPTS: Final = 20
 _WITHOUT_RESULT: Final = (JobState.FAILED.value, JobState.DEAD.value, JobState.CANCELLED.value)
 _KEPT_CHECKPOINTS: Final = 2
@@ -43,7 +43,7 @@ class Ended:
         record: the bytes of the round's record (FORMAT 13.3).
         counted: the number of devices whose contributions entered the sum.
         state_digest: the digest of the federation's new state.
-        reach: the bound of the new state (FORMAT 7.3).
+        reach: the bound on the elements of the new state (FORMAT 7.3).
         state: the new state, packed.
         gains: the mean of the gains that devices measured, and its standard error, in nats per token.
             None if too few devices measured.
@@ -227,7 +227,7 @@ def _finish(session: Session, federation: Federation, row: Round, record: bytes)
             Participation.federation_id == federation.id, Participation.number < row.number
         )
     )
-    # The chain continues from the digest of the new state (FORMAT 13.4).
+    # The chain covers the digest of the new state (FORMAT 13.4), which `federation` has already.
     federation.number = row.number + 1
     federation.chain = chain_after(federation.chain, record, federation.state_digest)
     row.chain, row.state_digest, row.reach = federation.chain, federation.state_digest, federation.reach

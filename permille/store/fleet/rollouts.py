@@ -123,8 +123,8 @@ def resume(session: Session, row: Rollout) -> None:
         row.choice = {**Offer(**_offer_fields(row, choice)).to_document()["choice"]}
         _open_wave(session, row, 0)
     else:
-        # Mark these reports. The time of this resume would not tell earlier from later reports, since the
-        # clock may be set back.
+        # Mark each earlier report. It would not be enough to store the time of this resume: if the clock is
+        # set back, a later report can have an earlier time.
         ended = update(RolloutReport).where(
             RolloutReport.rollout_id == row.id, RolloutReport.code.is_not(None)
         )

@@ -29,7 +29,8 @@ from permille.store.tables import Device, Instant, Job, Tenant
 # outage. Later pauses are long, so a job that always fails costs little.
 BACKOFF_FIRST_S = 2.0
 BACKOFF_LONGEST_S = 300.0
-# At most this many jobs are sent in one transaction, to keep it short. The next sweep sends the rest.
+# At most this many jobs are marked as sent in one transaction, to keep it short. The next sweep sends the
+# rest.
 _SENT_AT_ONCE = 100
 
 # `device_id` is in ORDER BY only so that PostgreSQL uses the index. It does not change the order, because
@@ -427,7 +428,8 @@ def _end(session: Session, job: Job, state: JobState, error: Mapping[str, object
     return state
 
 
-# The clocks of several servers of one database differ by less than this.
+# The clocks of several servers of one database differ by less than this. A time that is further in the future
+# was set by a wrong clock.
 SLACK: Final = timedelta(minutes=1)
 
 

@@ -69,8 +69,8 @@ def add(session: Session, parent: Job, due: Sequence[Part]) -> None:
 
 def take_earlier(session: Session, build: Job, find: Find) -> None:
     """End each part of a new build whose result already exists, and give it that result."""
-    # The parts were inserted before this search. If a corpus changes after the search, it is newer than a
-    # part that ends here, so no later build reuses that part.
+    # The parts were inserted before this search. If a corpus file changes after the search, the file is newer
+    # than the parts that end here, so no later build reuses them.
     for part in transitions.children(session, build.id):
         earlier = find(session, part)
         if earlier is not None:

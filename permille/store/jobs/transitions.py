@@ -129,7 +129,7 @@ def transition(session: Session, job: Job, state: JobState, **details: object) -
     `undecided`.
     """
     at = now(session)
-    # A job that waits for its parts has no worker. Its tenant is then not being served.
+    # A job that waits for its parts has no worker, so its tenant is not being served.
     if JobState.RUNNING in (job.state, state) and job.worker is not None:
         _note_turn(session, job, at)
     job.state = state.value

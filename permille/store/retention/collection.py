@@ -15,8 +15,8 @@ blob:
 
 PostgreSQL releases the exclusive lock when a session breaks. So after its last look at a blob, a collection
 runs one more query in the session, and deletes the blob only if the query succeeds. One gap remains. The
-collector may be paused after this query. If the session breaks meanwhile and a job names the same old blob,
-the collector still deletes it when it goes on.
+operating system may pause the process after this query. If the session breaks meanwhile and a job names the
+blob, the process still deletes the blob when it goes on.
 
 A collection writes no rows before it deletes bytes. So a killed collection leaves nothing to repair, and
 a collection works on a full disk. Its result is written at the end, for monitoring.
@@ -55,7 +55,7 @@ from permille.store.tables import ArtifactBlob, BlobCollection, Model, Tenant
 _LOCK_ID: Final = 0x7065726E  # PostgreSQL advisory lock; SQLite has one writer at a time
 _BATCH: Final = 50
 _LONGEST_BATCH_S: Final = 0.5  # a batch ends after this time, since other writers wait for it
-_CLOCKS_DIFFER_S: Final = 600.0  # the most by which the clocks of blob store and database may differ
+_CLOCKS_DIFFER_S: Final = 600.0  # the clocks of blob store and database may differ by up to this
 _ROW: Final = 1
 _COLLECTED: Final = ".collected-"
 
@@ -201,7 +201,7 @@ def _collect_folders(db: Database, root: _ModelRoot, *, before_s: float, dry_run
             if dry_run:
                 continue
             _check_lock(session)
-            # Rename it first, so that a half-deleted model never looks like a whole one.
+            # Rename the folder before deleting it, so that a half-deleted model never looks like a whole one.
             gone = folder.with_name(_COLLECTED + folder.name.removeprefix(_COLLECTED))
             with suppress(OSError):
                 folder.rename(gone)

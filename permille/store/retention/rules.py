@@ -27,7 +27,7 @@ from permille.store.errors import ConflictError
 from permille.store.jobs import queue
 from permille.store.tables import Artifact, ArtifactSource, Job, Release, Round, Run
 
-# The most objects of each kind per transaction. On SQLite, all other writers wait for the transaction.
+# A transaction deletes at most this many objects of each kind, since on SQLite all other writers wait for it.
 MOST: Final = 50
 _PART = aliased(Job)
 _NEWER = aliased(Artifact)
