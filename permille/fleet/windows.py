@@ -99,4 +99,6 @@ def _zone(name: str | None) -> ZoneInfo | None:
     try:
         return None if name is None else ZoneInfo(name)
     except (KeyError, ValueError, TypeError, OSError) as exc:  # ValueError: a path out of the zone folder
-        raise InputError(f"There is no time zone {name!r:.80} here. For example `Europe/Berlin`.") from exc
+        raise InputError(
+            f"There is no time zone {name!r:.80} here. Give a name such as `Europe/Berlin`."
+        ) from exc

@@ -49,8 +49,11 @@ class Adapter(Closed):
 
 
 def _either(mask: str, kind: str) -> ConfigDict:
-    """Return the rule of `_check_trainable` as JSON schema: a request has either an adapter, or the field
-    whose name is `mask` and whose JSON type is `kind`.
+    """Return the rule of `_check_trainable` as JSON schema: a request has either a mask or an adapter.
+
+    Args:
+        mask: the name of the field for the mask.
+        kind: the JSON type of this field.
     """
     # pydantic cannot express this rule in JSON schema, so write it out for clients.
     nothing: JsonDict = {"type": "null"}
@@ -126,7 +129,7 @@ class ExportCreate(Closed):
     ] = 8
     rows: Annotated[
         int,
-        Field(strict=True, ge=1, le=1024, description="number of sequences in one pass, of all variants"),
+        Field(strict=True, ge=1, le=1024, description="sequences in one pass, summed over all variants"),
         WholeNumber,
     ] = 16
     tokens: Annotated[
@@ -166,8 +169,8 @@ class BuildCreate(Closed):
     model_id: Id = Field(description="model to make a package of")
     mask: MaskRequest | None = None
     adapter: Adapter | None = None
-    # The field `scheme` has no default, because pydantic tells the classes of options apart by it. So name
-    # the scheme even for `Nf4`.
+    # The field `scheme` has no default, because pydantic uses it to choose between `Nf4` and the other
+    # classes. So it must be given even here.
     quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
     evaluation_corpus_id: EvaluationCorpus = None
 
@@ -210,7 +213,7 @@ class BuildCreate(Closed):
 
 
 class _OfJob(Closed):
-    """Fields of a record of work whose result is a package. The record has the id of its job."""
+    """Fields that builds, poolings and exports have in common. Their ids are those of their jobs."""
 
     id: Id
     state: JobState

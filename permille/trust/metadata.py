@@ -24,7 +24,7 @@ from permille.trust.roles import (
 )
 
 KEY_TYPE = "ed25519"
-# The most by which the clock of another machine that signs may differ from the clock of the service.
+# The largest allowed difference between the clock of the service and that of another machine that signs.
 CLOCK_SLACK: Final = timedelta(days=1)
 
 AnySigned = TypeVar("AnySigned", Root, Targets, Snapshot, Timestamp)

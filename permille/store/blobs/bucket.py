@@ -147,7 +147,9 @@ class Bucket:
         """Store a file whole, or not at all. The digest is compared with the bytes that were sent.
 
         Raises:
-            PackageError: `blob-digest`: the file holds other bytes.
+            PackageError: `blob-digest`: a file that was sent in parts has another digest.
+            BlobStoreError: the bucket did not take the file. This includes a file that was sent in one piece
+                and has another digest.
         """
         # A single PUT is limited to 5 GB on S3, and cannot be continued.
         if path.stat().st_size > self._part_bytes:
@@ -244,7 +246,8 @@ class Bucket:
                     read_timeout=timeout_s,
                     max_pool_connections=50,
                     retries={"mode": "standard", "total_max_attempts": attempts},
-                    # Other vendors often lack the newer checksums and bucket names in host names.
+                    # Many other vendors support neither the newer checksums nor host names that contain the
+                    # name of the bucket.
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
                     s3={"addressing_style": "path" if self.address.endpoint else "auto"},

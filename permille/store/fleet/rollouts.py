@@ -4,10 +4,10 @@ Operators change a rollout, and the sweeper of the workers advances it. The pure
 `permille.fleet.rollouts` decides whether to wait, open the next wave or halt. This module counts the
 reports and stores the decision, in one short transaction for each rollout.
 
-Every change of a rollout makes a new revision. The sweeper only changes the row, since only the API
-has the keys. The API signs a new revision when a device next requests the role `timestamp` of the trust
-metadata. No device sees the change before that. Devices report into rows of their own, and do not lock
-the rollout.
+Each change that devices must see makes a new revision of the rollout. The sweeper only changes the row,
+since only the API has the keys. The API signs a new revision when a device next requests the role
+`timestamp` of the trust metadata. No device sees the change before that. Devices report into rows of
+their own, and do not lock the rollout.
 """
 
 from collections import Counter

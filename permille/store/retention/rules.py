@@ -65,7 +65,7 @@ def read_rule(session: Session, *, tenant_id: str) -> RetentionRule:
 
 
 def set_rule(session: Session, *, tenant_id: str, token_id: str, rule: RetentionRule) -> None:
-    """Set the tenant's rule. The audit log names this token for all deletions by the rule."""
+    """Set the tenant's rule. The audit log names this token when workers delete by the rule."""
     session.merge(
         tables.RetentionRule(
             tenant_id=tenant_id,
@@ -176,7 +176,9 @@ def _remove_logs(session: Session, tenant_id: str, days: int) -> int:
 
 
 def _remove_reports(session: Session, tenant_id: str, days: int) -> int:
-    """Delete reports with their logs, and the rows of reports that were deleted earlier."""
+    """Delete old reports, their logs and their rows. Some reports were deleted earlier, by `runs.delete_run`:
+    delete their empty rows, too.
+    """
     old = select(Run).where(Run.tenant_id == tenant_id, Run.created_at < _before(session, days))
     found = session.scalars(old.order_by(Run.created_at).limit(MOST)).all()
     for run in found:
