@@ -184,7 +184,7 @@ def place_of(rollout_id: str, device_id: str) -> int:
         >>> place_of("rollout_1", "dev_1") == place_of("rollout_1", "dev_1")
         True
     """
-    # The bias of this remainder is below 1e-15.
+    # The hash has 64 bits, so the remainder is nearly uniform: its bias is below 1e-15.
     return int.from_bytes(_hash("wave", rollout_id, device_id)[:8], "big") % PARTS
 
 

@@ -1,7 +1,7 @@
 """Exact confidence bounds: for a share by the binomial distribution, and for a mean by Student's t.
 
-Both distributions are regularized incomplete beta functions. scipy was considered, but it is too
-large for the API and for devices.
+Both distributions are computed from the regularized incomplete beta function. scipy has this function,
+but it is too large for the API and for devices.
 """
 
 import math

@@ -9,7 +9,8 @@ from pydantic import Field, StringConstraints
 from permille.schemas.fields import TEXT_PATTERN, Closed, Count, Id, Name, Positive, Timestamp
 from permille.schemas.releases import VersionResults
 
-# Each purpose has its own context, so that a signature for one purpose is worthless for another.
+# Every signed message begins with the context of its purpose, so that its signature is worthless for any
+# other purpose.
 TOKEN_CONTEXT: Final = b"permille-device-token-1\0"
 ENROLMENT_CONTEXT: Final = b"permille-enrolment-1\0"
 

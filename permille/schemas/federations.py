@@ -316,7 +316,7 @@ class RoundRecord(Closed):
     reason: str | None = Field(description="reason of a void round")
     job_id: Id | None = Field(description="job that closes the round")
     mean_gain: float | None
-    # An adoption without a reason needs `gain_low` above 0, from at least EVIDENCE_DEVICES devices.
+    # An adoption without a reason needs a `gain_low` above 0, measured by at least EVIDENCE_DEVICES devices.
     gain_low: float | None = Field(description="lower end of the 95 % interval of the mean")
     chain: Digest | None
     state_digest: Digest | None
@@ -351,8 +351,7 @@ class AdoptionCreate(Closed):
 
     round: Count | None = Field(
         default=None,
-        description="number of rounds that led to the state (default: those of the newest state with a known "
-        "gain)",
+        description="take the state after this many rounds (default: the newest state with a known gain)",
     )
     reason: Annotated[str, Field(min_length=1, max_length=500, pattern=TEXT_PATTERN)] | None = Field(
         default=None, description="reason to adopt the state even if its gain is not sure"
@@ -367,4 +366,6 @@ class Adoption(Closed):
     devices: Count = Field(description="number of devices that measured the gain")
     mean_gain: float | None = Field(description="mean gain in nats per token")
     gain_low: float | None
-    sure: bool = Field(description=f"`gain_low` is above 0, from at least {EVIDENCE_DEVICES} devices")
+    sure: bool = Field(
+        description=f"whether `gain_low` is above 0, measured by at least {EVIDENCE_DEVICES} devices"
+    )

@@ -1,7 +1,7 @@
 """Small types from which the whole REST contract is built.
 
 Integers are at most 2^53 - 1. Texts contain no control or format characters, and floats are finite. No
-model accepts an unknown field. Numbers are strict: `"5"` is not 5.
+record accepts an unknown field. Numbers are strict: `"5"` is not 5.
 """
 
 from dataclasses import dataclass

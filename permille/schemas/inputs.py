@@ -62,7 +62,7 @@ class GgufModel(Closed):
 
 
 class SparsifiedModel(Closed):
-    """The model of a sparsification. Its files are below the model root, under their digest."""
+    """The model of a sparsification. Its folder is below the model root, and has the digest as its name."""
 
     kind: Literal["sparsified"]
     sparsification_id: Id

@@ -132,7 +132,7 @@ class Preflight(Closed):
     unknown: str | None = Field(
         default=None,
         description="reason why the needs are unknown, or null. A job with unknown needs is not refused",
-        examples=["the files of this hub model have not been read yet: its first job does"],
+        examples=["the files of this hub model have not been read yet: its first job reads them"],
     )
 
 

@@ -98,7 +98,7 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             record=Sparsification,
             collection="sparsifications",
             about="Make models sparse, and see what that costs.",
-            starts="Set weights of a model to zero, as a model of its own.",
+            starts="Set weights of a model to zero, and register the result as a model.",
             shows="Show what a sparsification costs: zeros and error by layer, perplexity before and after.",
             examples={
                 "half of the weights": {"model_id": _MODEL, "corpus_id": _CORPUS, "name": "half"},
@@ -209,7 +209,7 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
             starts="Add a program for ExecuTorch's runtime to a package.",
             examples={
                 "weights in float32": {"package_digest": "sha256:" + "0" * 64},
-                "4-bit weights, both signs of 8 directions on 2 sequences in a pass": {
+                "4-bit weights; one pass computes both signs of 8 directions on 2 sequences": {
                     "package_digest": "sha256:" + "0" * 64,
                     "weights": "int4",
                     "variants": 16,

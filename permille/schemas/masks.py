@@ -99,7 +99,7 @@ class ShardRequest(Closed):
     scope: Scope
     plan: Digest = Field(description="digest of the sequences that the mask job has drawn")
     first: Count
-    stop: Count = Field(description="index after that of the last sequence")
+    stop: Count = Field(description="index of the last sequence, plus one")
     dtype: Dtype = Field(description="dtype for all shards of a mask job, chosen by the worker that split it")
 
 

@@ -172,7 +172,7 @@ class RunLog(Closed):
     state_digest: Digest | None
     reason: str | None
     size_bytes: Count
-    job_id: Id | None = Field(description="job of its replay; retry it if the log is undecided")
+    job_id: Id | None = Field(description="job of its replay; retry this job if the log is undecided")
 
 
 class Run(Closed):

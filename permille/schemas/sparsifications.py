@@ -10,7 +10,7 @@ from permille.schemas.jobs import Made
 
 _HALF = 0.5
 _LEARNING_RATE = 0.003
-# The most sequences that a recovery reads. If its steps need more, sequences are repeated.
+# A recovery reads at most this many sequences. If its steps need more, sequences are repeated.
 _MOST_SEQUENCES = 4096
 Rate = Annotated[
     float,

@@ -212,8 +212,8 @@ def package_for_device(session: Session, *, tenant_id: str, release: str, digest
     """Read a package for a device that follows `release`.
 
     Raises:
-        NotFoundError: there is no such package, or the release has no version with it, or only yanked
-            ones.
+        NotFoundError: there is no such package, no version of the release has it, or all these versions are
+            yanked.
     """
     published = exists().where(
         Release.package_id == Artifact.id,

@@ -68,8 +68,8 @@ _PROBE_BYTES = 16 * 1024
 _POSTGRES_FULL = "53100"
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
-# The size of the pool, and the most connections beyond it. Their sum is 41: one for each of the 40 threads
-# of the API (anyio's default), and one for the health check, which has its own thread.
+# The size of the pool, and how many connections may be open beyond it. Their sum is 41: one for each of the
+# 40 threads of the API (anyio's default), and one for the health check, which has its own thread.
 _CONNECTIONS, _MORE_CONNECTIONS = 16, 25
 
 

@@ -20,7 +20,7 @@ from permille.store.tables import EPOCH, MICROSECOND, Base, Named, microseconds_
 Row = TypeVar("Row")
 NamedRow = TypeVar("NamedRow", bound=Named)
 NewRow = TypeVar("NewRow", bound=Base)
-# The most rows of a page. This bounds the memory that one request may take.
+# The largest number of rows of a page. This bounds the memory that one request may take.
 MAX_LIMIT = 200
 _LONGEST_TIME = 17  # decimal digits of the microseconds since 1970: up to the year 5138
 _LONGEST_NUMBER = 18  # decimal digits: every number of this length fits 64 bits

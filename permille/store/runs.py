@@ -38,7 +38,7 @@ def report(
     """
     run = session.get(Run, (tenant_id, run_id))
     if run is not None:
-        # The device makes the id, so another device could have chosen the same.
+        # The device makes the id, so another device could have chosen the same id.
         if run.device_id != device_id or run.metrics != metrics:
             raise ConflictError(f"The run {run_id!r} was reported before with other content.")
         return run, False

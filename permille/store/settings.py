@@ -74,8 +74,10 @@ class BucketAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """Limits on the reports and uploads of one device, per day and in total
-    (`permille.store.uploads`).
+    """Limits on the reports and uploads of one device, per day and in total (`permille.store.uploads`).
+
+    Attributes:
+        outstanding: how many uploads of the device may arrive or wait for their check at the same time.
     """
 
     runs_a_day: int

@@ -89,7 +89,8 @@ class Tenant(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
     created_at: Mapped[datetime]
-    served_at: Mapped[datetime | None]  # when one of its jobs last started or ended; see `claims.claim`
+    # When one of its jobs last started or ended. The tenant that waited longest comes first (`claims.claim`).
+    served_at: Mapped[datetime | None]
 
 
 class _OfTenant:
@@ -670,7 +671,7 @@ class Rollout(Named):
     approved: Mapped[int]  # number of waves that may open, if the rules ask for approval
     awaits_approval: Mapped[bool]  # whether only an approval is missing for the next wave
     opened_at: Mapped[datetime | None]  # the time at which the wave opened
-    looks: Mapped[int]  # number of statistical tests so far; see `permille.fleet.rollouts`
+    looks: Mapped[int]  # how often the reports were tested for harm; see `permille.fleet.rollouts`
     reason: Mapped[str | None]  # why the rollout halted itself
     numbers: Mapped[dict[str, object] | None]  # the figures that made it halt
     reverting: Mapped[bool]  # whether a revert was requested and is not signed yet

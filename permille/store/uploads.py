@@ -29,7 +29,7 @@ from permille.store.tables import Device, Job, Run, Upload
 DAY = timedelta(days=1)
 # An upload is given up if its bytes have not arrived within this time.
 ARRIVAL = timedelta(hours=1)
-# The most uploads that one sweep erases, which keeps it short. The next sweep erases the rest.
+# One sweep erases at most this many uploads, to keep it short. The next sweep erases the rest.
 _MOST_SWEPT = 1000
 
 

@@ -54,7 +54,7 @@ def create(session: Session, *, tenant_id: str, url: str) -> Webhook:
     """Add a webhook with a new secret. Raises ConflictError if the tenant has too many."""
     count = session.scalar(select(func.count()).where(Webhook.tenant_id == tenant_id)) or 0
     if count >= MAX_WEBHOOKS:
-        raise ConflictError(f"There are {count} webhooks, the most that a tenant has: delete one.")
+        raise ConflictError(f"There are {count} webhooks, as many as a tenant may have. Delete one.")
     return rows.add(
         session,
         Webhook(

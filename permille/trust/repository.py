@@ -373,7 +373,9 @@ class Repository:
         """
         # The service itself signs snapshot and timestamp after each accepted change.
         if role in ONLINE or not (role in (ROOT, TARGETS) or role in self._delegated()):
-            raise InputError(f"Only root, targets or a role below it is signed elsewhere, not {role!r:.80}.")
+            raise InputError(
+                f"Only root, targets or a role that targets names can be signed elsewhere, not {role!r:.80}."
+            )
         offered: Metadata[Root] | Metadata[Targets]
         offered = parse(Root, data) if role == ROOT else parse(Targets, data)
         if len(data) > MAX_BYTES:

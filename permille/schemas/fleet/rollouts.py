@@ -45,7 +45,9 @@ class RolloutRules(Closed):
         default=_DEFAULT.min_reports,
         description="number of reports that a wave needs before the next wave opens",
     )
-    soak_s: Seconds = Field(default=_DEFAULT.soak_s, description="least seconds for which a wave is open")
+    soak_s: Seconds = Field(
+        default=_DEFAULT.soak_s, description="a wave is open for at least this many seconds"
+    )
     success_percent: Percent = Field(
         default=_DEFAULT.success_percent,
         description="success rate that a wave needs, among the devices that began",
@@ -119,7 +121,7 @@ class RolloutCreate(Closed):
     rules: RolloutRules = RolloutRules()
     window: MaintenanceWindow | None = None
     on_stop: OnStop = Field(default=OnStop.HOLD, description="action when the rollout halts")
-    draft: bool = Field(default=False, description="do not open a wave before `resume`")
+    draft: bool = Field(default=False, description="open no wave until `resume`")
 
 
 class RolloutApproval(Closed):
@@ -137,7 +139,7 @@ class WaveFunnel(Closed):
     size: Wave = Field(description="size of this and all earlier waves")
     offered: Count = Field(description="devices that began to install")
     installed: Count
-    trained: Count = Field(description="devices that compared their model with the one before")
+    trained: Count = Field(description="devices that compared their new model with their old one")
     better: Count
     worse: Count
     failed: Count

@@ -87,7 +87,9 @@ def release(session: Session, *, federation_id: str, number: int, device_id: str
 
 
 def settle(session: Session, row: Round) -> None:
-    """Mark the reserved charges of a locked round that ends as spent, or as released if it has no job."""
+    """Settle the reserved charges of a locked round that ends: spend the charges if the round has a job, and
+    release them otherwise.
+    """
     # If the round has a job, the job or a keeper may have computed a sum, even if the round is void in the
     # end.
     state = ChargeState.RELEASED if row.job_id is None else ChargeState.SPENT

@@ -46,8 +46,8 @@ class Received:
 def invite(session: Session, *, federation: Federation, device_id: str) -> tuple[Round, Participation] | None:
     """Invite a member to the open round. Return None if the member is not drawn or cannot take part.
 
-    The draw compares a hash of round and device with a share that depends on the number of members. So asking
-    again gives the same answer while this number does not change.
+    The draw compares a hash of round and device with a share. The share depends on the number of members that
+    have privacy budget left. So asking again gives the same answer while this number does not change.
 
     Raises:
         NotFoundError: the device is not a member.

@@ -217,8 +217,8 @@ def retry(session: Session, *, tenant_id: str, job_id: str) -> Job:
 
     Raises:
         NotFoundError: no such job.
-        ConflictError: the job has not ended, has succeeded, or is part of another job. Retry that
-            job instead.
+        ConflictError: the job has not ended, has succeeded, or is part of another job, which must be retried
+            instead.
     """
     job = lock(session, tenant_id=tenant_id, job_id=job_id)
     if not transitions.has_failed(job):

@@ -89,7 +89,7 @@ def request_digest(kind: str, payload: Mapping[str, object]) -> str:
 
 def lock(session: Session, job_id: str) -> Job | None:
     """Lock a job's parents from the top down, then the job. Return None if there is no such job."""
-    # Walk up without locks first, then lock from the top down: that is the order of locks.
+    # Find all ancestors first, without locks. Then lock from the top down, which is the order of locks.
     line = [job_id]
     while (parent_id := session.scalar(select(Job.parent_id).where(Job.id == line[-1]))) is not None:
         line.append(parent_id)

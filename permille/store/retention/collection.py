@@ -68,7 +68,7 @@ class Found:
 
     Attributes:
         stored: the size of each blob of the store, by digest.
-        unreferenced: the size of each blob that no row names, including young ones.
+        unreferenced: the size of each blob that no row names, including blobs that are too young to delete.
         removed: the size of each deleted blob or folder, by digest or by the folder's name.
     """
 
