@@ -34,6 +34,7 @@ MAX_DIFFERENCE: Final = 0.25
 # A model counts as worse if its loss rises by more than this, in nats per token. Random differences between
 # trainings are smaller.
 WORSE_NATS: Final = 0.02
+# Limits for the mean rise of the loss on the device's own and on general text, in nats per token.
 LOSS_LIMIT: Final = 0.01
 GENERAL_LIMIT: Final = 0.02
 # The rollout halts once this many devices found the same damage: no single device can then be its cause.
@@ -122,10 +123,10 @@ class Tally:
         damage: the number of devices for each code of package damage.
         judged, worse: the number of devices that compared their models, and the number of those whose
             model became worse.
-        losses: for each device, by how much the loss after training is higher with the new version than with
-            the one before, in nats per token.
-        general: for each device, by how much more training raises the loss on general text with the new
-            version than with the one before, in nats per token.
+        losses: by how much the loss after training is higher with the new version than with the one before:
+            one value for each device, in nats per token.
+        general: by how much more training raises the loss on general text with the new version than with the
+            one before: one value for each device, in nats per token.
         wave_devices: the number of devices of the newest open wave, without those whose result an operator
             acknowledged by a resume.
         wave_began, wave_ended, wave_ok: how many of these devices began, ended, and succeeded.

@@ -1,5 +1,5 @@
 """Jobs with their states, progress, events and results. Preflights compare the needs of a job with
-the machine.
+what the machine has.
 """
 
 from enum import StrEnum

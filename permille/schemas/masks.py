@@ -100,7 +100,7 @@ class ShardRequest(Closed):
     plan: Digest = Field(description="digest of the sequences that the mask job has drawn")
     first: Count
     stop: Count = Field(description="index of the last sequence, plus one")
-    dtype: Dtype = Field(description="dtype for all shards of a mask job, chosen by the worker that split it")
+    dtype: Dtype = Field(description="dtype for all shards of the mask, chosen by the worker that split it")
 
 
 class Mask(Made):

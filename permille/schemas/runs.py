@@ -115,16 +115,16 @@ class RunMetrics(Closed):
     machine: Machine
     accelerator: Accelerator
     general_loss_base: Finite | None = Field(
-        default=None, description="loss of the base on the package's reference; null without a reference"
+        default=None, description="loss of the base on the package's reference text; null if it has none"
     )
     general_loss_personal: Finite | None = Field(
-        default=None, description="loss of the personal state, scaled by `strength`, on the reference"
+        default=None, description="loss of the personal state, scaled by `strength`, on the reference text"
     )
     # An integer, so that device and service scale a state to the same bits.
     strength: Annotated[int, Field(strict=True, ge=0, le=8), WholeNumber] | None = Field(
         default=None,
-        description="eighths of the trained state that the judged state keeps; 0 if even one eighth costs "
-        "too much general knowledge",
+        description="the trained state was tested at this number of eighths of its strength; 0 if even one "
+        "eighth costs too much general knowledge",
     )
     scaled_digest: Digest | None = Field(
         default=None,

@@ -181,8 +181,8 @@ class ProcessSettings(SettingsGroup):
     memory_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="memory that a job may use (on a GPU, memory of the GPU). By default, the memory that is "
-        "free when the job begins. If a model does not fit, masks and perplexity are computed one decoder "
+        description="memory that a job may use (on a GPU, memory of the GPU). The default is the memory that "
+        "is free when the job begins. If a model does not fit, masks and perplexity are computed one decoder "
         "layer at a time, which is slower and gives the same result. A preflight refuses a job that needs "
         "more memory even so",
     )

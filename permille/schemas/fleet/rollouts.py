@@ -116,11 +116,14 @@ class RolloutCreate(Closed):
 
     release: Name = Field(examples=["tiny-llama"])
     version: Version | None = Field(default=None, description="version to roll out (default: the newest)")
-    alias: Name = Field(default="stable", description="alias of the devices", examples=["stable"])
-    group_id: Id | None = Field(default=None, description="group of the devices (default: all devices)")
+    alias: Name = Field(default="stable", description="alias that the devices follow", examples=["stable"])
+    group_id: Id | None = Field(default=None, description="group of devices to include (default: all)")
     rules: RolloutRules = RolloutRules()
     window: MaintenanceWindow | None = None
-    on_stop: OnStop = Field(default=OnStop.HOLD, description="action when the rollout halts")
+    on_stop: OnStop = Field(
+        default=OnStop.HOLD,
+        description="action when the rollout halts: keep the version on devices, or revert it",
+    )
     draft: bool = Field(default=False, description="open no wave until `resume`")
 
 

@@ -13,10 +13,10 @@ blob:
 3. A transaction that names blobs calls `hold`. If a blob was deleted meanwhile, the job is tried
   again and stores it again.
 
-PostgreSQL releases the exclusive lock when a session breaks. So after its last look at a blob, a collection
-runs one more query in the session, and deletes the blob only if the query succeeds. One gap remains. The
-operating system may pause the process after this query. If the session breaks meanwhile and a job names the
-blob, the process still deletes the blob when it goes on.
+On PostgreSQL, rule 2 needs an exclusive lock, which is released when the session breaks. So after its last
+look at a blob, a collection runs one more query in the session, and deletes the blob only if the query
+succeeds. One gap remains. The operating system may pause the process after this query. If the session breaks
+meanwhile and a job names the blob, the process still deletes the blob when it goes on.
 
 A collection writes no rows before it deletes bytes. So a killed collection leaves nothing to repair, and
 a collection works on a full disk. Its result is written at the end, for monitoring.
