@@ -97,7 +97,8 @@ class ScheduleCreate(Closed):
             strict=True,
             ge=1,
             le=30 * 86400,
-            description="a round closes after this many seconds at the latest",
+            description="seconds until the deadline, at which a round closes; if no device was invited, the "
+            "deadline is postponed",
         ),
         WholeNumber,
     ] = 86400
