@@ -11,7 +11,7 @@ from permille.schemas.inputs import FolderModel
 from permille.schemas.jobs import JobKind
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.store import artifacts, inputs
-from permille.store.artifacts import MANIFEST, Blob, Made
+from permille.store.artifacts import MANIFEST, Blob, TaskResult
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.settings import Quota
@@ -40,7 +40,7 @@ def some_model(session: Session, tenant_id: str) -> str:
 
 
 def add_artifact(
-    session: Session, *, tenant_id: str, kind: JobKind, request: Mapping[str, object], made: Made
+    session: Session, *, tenant_id: str, kind: JobKind, request: Mapping[str, object], made: TaskResult
 ) -> Artifact:
     """Add the artifact that a job with this request would make."""
     job = queue.submit(session, NewJob(tenant_id=tenant_id, kind=kind, payload=request))
@@ -57,7 +57,7 @@ def add_package(session: Session, *, tenant_id: str, manifest: Manifest) -> Arti
     blobs = [Blob(**{name: getattr(layer, name) for name in same}) for layer in manifest.layers]
     size_bytes = len(manifest.to_bytes())
     whole = Blob(role=MANIFEST, media_type=MANIFEST_MEDIA_TYPE, digest=manifest.digest, size_bytes=size_bytes)
-    made = Made(
+    made = TaskResult(
         model_id=some_model(session, tenant_id),
         digest=manifest.digest,
         k=manifest.k,

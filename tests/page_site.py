@@ -24,7 +24,7 @@ from permille.schemas.inputs import FileCorpus, SparsifiedModel
 from permille.schemas.jobs import JobKind
 from permille.sensitivity.coverage import mask_report
 from permille.store import access, inputs
-from permille.store.artifacts import REPORT, Blob, Made
+from permille.store.artifacts import REPORT, Blob, TaskResult
 from permille.store.database import Database
 from permille.store.jobs import claims, queue
 from permille.store.jobs.claims import Claim
@@ -142,7 +142,7 @@ def stock(data_dir: Path, database: Database, *, devices: int, runs: int, words:
     return stocked
 
 
-def _half(blobs: BlobFolder, model_id: str) -> Made:
+def _half(blobs: BlobFolder, model_id: str) -> TaskResult:
     """Return a model with half of its weights set to zero. The names in its report are hostile."""
     rows = [{"name": f"{HOSTILE} {i}", "zeros": 0.5, "relative_error": 0.1 * i} for i in range(3)]
     perplexity = {"before": 14.2, "pruned": 31.9, "after": 17.1, "held_out": False}
@@ -152,7 +152,7 @@ def _half(blobs: BlobFolder, model_id: str) -> Made:
         "layers": rows,
         "tensors": rows,
     }
-    return Made(
+    return TaskResult(
         model_id=model_id, digest=blobs.put_bytes(b"half"), provenance={}, blobs=(_evidence(blobs, report),)
     )
 
@@ -164,7 +164,7 @@ def _evidence(blobs: BlobFolder, report: Mapping[str, object]) -> Blob:
     )
 
 
-def _mask(blobs: BlobFolder, model_id: str) -> Made:
+def _mask(blobs: BlobFolder, model_id: str) -> TaskResult:
     """Return a mask with log-normal scores. Scores of real models fall off alike."""
     rng = np.random.default_rng(0)
     names = [f"model.layers.{i}.{part}_proj.weight" for i in range(3) for part in ("self_attn.q", "mlp.down")]
@@ -175,7 +175,7 @@ def _mask(blobs: BlobFolder, model_id: str) -> Made:
     best = {name: np.argsort(values.ravel())[-66:].astype(np.uint32) for name, values in scores.items()}
     report = _evidence(blobs, mask_report(scores, best))
     layer = Blob(role="mask", media_type="x", digest=blobs.put_bytes(b"mask"), size_bytes=4)
-    return Made(model_id=model_id, digest=layer.digest, k=396, provenance={}, blobs=(layer, report))
+    return TaskResult(model_id=model_id, digest=layer.digest, k=396, provenance={}, blobs=(layer, report))
 
 
 @contextmanager

@@ -4,6 +4,8 @@ transformers builds the model from a config of a known family, on torch's device
 each quantized linear becomes a `CodedLinear`, embedding and head become tables, and each decoder layer
 recomputes its activations in the reverse pass. All other modules remain those of transformers. Code that
 comes with a package is never run.
+
+Shapes: B sequences, T tokens, L states after the last layer, H hidden size, D size of the vocabulary.
 """
 
 from collections import Counter

@@ -27,13 +27,13 @@ _HEAD = struct.Struct("<8s32sIBH32sI")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RoundStart:
     """An invitation of a device: the number of the round, and the digest of the state to begin from."""
 
     round_number: int
     start_digest: str
 
-    def check(self, found: "Place") -> None:
+    def check(self, found: "RoundStart") -> None:
         """Check that a contribution answers this invitation.
 
         Raises:
@@ -88,9 +88,9 @@ class Contribution:
         check_range("gain", self.gain, -rules.gain_bound, rules.gain_bound)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RoundStart:
         """The invitation that the contribution answers."""
-        return Place(round_number=self.round_number, start_digest=self.start_digest)
+        return RoundStart(round_number=self.round_number, start_digest=self.start_digest)
 
 
 def encode_contribution(contribution: Contribution, key: Ed25519PrivateKey) -> bytes:

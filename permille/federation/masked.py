@@ -28,7 +28,7 @@ from permille.errors import InputError, PackageError
 from permille.federation.contribution import (
     SIGNATURE_BYTES,
     Contribution,
-    Place,
+    RoundStart,
     decode_contribution,
 )
 from permille.federation.definition import MAX_BYTES, MAX_DEVICES, Definition, check_signature
@@ -67,9 +67,9 @@ class Masked:
     masked_V: NDArray[np.uint32]
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RoundStart:
         """The invitation that the contribution answers."""
-        return Place(round_number=self.round_number, start_digest=self.start_digest)
+        return RoundStart(round_number=self.round_number, start_digest=self.start_digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +178,12 @@ def decode_masked(data: bytes, definition: Definition, key: Ed25519PublicKey) ->
 
 
 def decode_sent(
-    data: bytes, definition: Definition, key: Ed25519PublicKey, place: Place
+    data: bytes, definition: Definition, key: Ed25519PublicKey, place: RoundStart
 ) -> Contribution | Masked:
     """Parse a contribution in the federation's form, and check that it answers the invitation.
 
     Raises:
-        PackageError: as for `decode_contribution`, `decode_masked` and `Place.check`.
+        PackageError: as for `decode_contribution`, `decode_masked` and `RoundStart.check`.
     """
     privacy = definition.privacy
     decode = decode_contribution if privacy is None or privacy.keeper is None else decode_masked

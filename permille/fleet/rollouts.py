@@ -97,7 +97,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class Statistics:
     """Number, mean and standard deviation of some values."""
 
     n: int = 0
@@ -105,7 +105,7 @@ class Moments:
     deviation: float = 0.0
 
     @classmethod
-    def of_sums(cls, n: int, total: float, squares: float) -> "Moments":
+    def of_sums(cls, n: int, total: float, squares: float) -> "Statistics":
         """Compute the moments from the sum of the values and the sum of their squares."""
         if n < 2:
             return cls(n=n, mean=total / max(n, 1))
@@ -136,8 +136,8 @@ class Tally:
     damage: Mapping[str, int] = field(default_factory=Counter)
     judged: int = 0
     worse: int = 0
-    losses: Moments = Moments()
-    general: Moments = Moments()
+    losses: Statistics = Statistics()
+    general: Statistics = Statistics()
     wave_devices: int = 0
     wave_began: int = 0
     wave_ended: int = 0
@@ -155,7 +155,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class Position:
     """Position of a running rollout.
 
     Attributes:
@@ -226,14 +226,14 @@ def look_at(looks: int) -> int:
     return FIRST_LOOK << looks
 
 
-def advance(standing: Standing, rules: Rules, tally: Tally, now: datetime) -> Step:
+def advance(standing: Position, rules: Rules, tally: Tally, now: datetime) -> Step:
     """Decide whether a running rollout waits, opens its next wave or stops.
 
     The result depends only on the arguments, so it does no harm to call this often.
 
     Example:
 
-        step = advance(Standing(wave=0, opened_at=begun), Rules(), tally, now)
+        step = advance(Position(wave=0, opened_at=begun), Rules(), tally, now)
         if step.reason is not None:
             print(f"stopped by {step.reason}: {step.numbers}")
     """
@@ -269,7 +269,7 @@ def _look(tally: Tally, rules: Rules, alpha: float) -> tuple[Reason, dict[str, f
     return None
 
 
-def _gate(standing: Standing, rules: Rules, tally: Tally, now: datetime, looks: int) -> Step:
+def _gate(standing: Position, rules: Rules, tally: Tally, now: datetime, looks: int) -> Step:
     """Open the next wave, end the rollout, wait for reports, or pause if further reports cannot help."""
     here = Step(state=RolloutState.RUNNING, wave=standing.wave, looks=looks)
     soaked_at = standing.opened_at + timedelta(seconds=rules.soak_s)
@@ -295,7 +295,7 @@ def _gate(standing: Standing, rules: Rules, tally: Tally, now: datetime, looks: 
     return Step(state=RolloutState.RUNNING, wave=standing.wave + 1, looks=looks)
 
 
-def _halt(standing: Standing, reason: Reason, numbers: Mapping[str, float], looks: int | None = None) -> Step:
+def _halt(standing: Position, reason: Reason, numbers: Mapping[str, float], looks: int | None = None) -> Step:
     return Step(
         state=RolloutState.PAUSED,
         wave=standing.wave,

@@ -75,7 +75,7 @@ class ChosenMask:
         indices: strictly increasing flat indices by tensor. Tensors without masked weights may be missing.
     """
 
-    indices: Mapping[str, NDArray[np.uint32]] = field(repr=False)  # a notebook shows the rest in one line
+    indices: Mapping[str, NDArray[np.uint32]] = field(repr=False)  # thousands of numbers
     method: str
     density: float | str
     scope: str = "all"
@@ -155,7 +155,9 @@ def write_package(
     *,
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Add the other layers to the dense and the plain layer, and write the manifest. Return it.
+    """Write the manifest of a package and all its layers except the dense and the plain one, which exist.
+
+    Return the manifest.
 
     Raises:
         InputError, PackageError, OSError: as for `pack_model`.
@@ -174,8 +176,9 @@ def write_layers(
     *,
     provenance: Mapping[str, JSON] | None = None,
 ) -> Manifest:
-    """Add the other layers to the dense and the plain layer. Return the manifest without storing it, so that
-    a caller can add to it.
+    """Write all layers of a package except the dense and the plain one, which exist.
+
+    Return the manifest without storing it, so that a caller can add to it.
 
     Raises:
         InputError, PackageError, OSError: as for `pack_model`.

@@ -136,7 +136,7 @@ class Preflight(Closed):
     )
 
 
-class Made(Closed):
+class Result(Closed):
     """Fields that all results of jobs have."""
 
     model_id: Id

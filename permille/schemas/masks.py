@@ -7,7 +7,7 @@ from pydantic import Field, StringConstraints
 from permille.choices import MaskMethod
 from permille.models.families import SCOPE_PATTERN
 from permille.schemas.fields import Closed, Count, Density, Digest, Id, Seed, WholeNumber
-from permille.schemas.jobs import Made
+from permille.schemas.jobs import Result
 
 Scope = Annotated[
     str,
@@ -103,7 +103,7 @@ class ShardRequest(Closed):
     dtype: Dtype = Field(description="dtype for all shards of the mask, chosen by the worker that split it")
 
 
-class Mask(Made):
+class Mask(Result):
     """A chosen mask. `digest` is the digest of its layer."""
 
     id: Id

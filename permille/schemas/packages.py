@@ -7,7 +7,7 @@ from pydantic.config import JsonDict
 
 from permille.choices import AdapterKind, ProgramWeights
 from permille.schemas.fields import Closed, Count, Digest, Flag, Id, Seed, Timestamp, WholeNumber
-from permille.schemas.jobs import JobState, Made
+from permille.schemas.jobs import JobState, Result
 from permille.schemas.masks import FisherMask, FisherMaskCreate, MaskRequest, Scope, WeightMaskCreate
 from permille.schemas.quantizations import (
     EvaluationCorpus,
@@ -149,7 +149,7 @@ class PackageLayer(Closed):
     path: str | None
 
 
-class PackageRecord(Made):
+class PackageRecord(Result):
     """A package. Its id is the digest of its manifest.
 
     If the package has the layer `pooled`, devices begin with the state in this layer. If it has the layer

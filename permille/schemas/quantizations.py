@@ -7,7 +7,7 @@ from pydantic import Field
 
 from permille.choices import Embeddings
 from permille.schemas.fields import Closed, Flag, Id, WholeNumber
-from permille.schemas.jobs import Made
+from permille.schemas.jobs import Result
 
 
 class SchemeName(StrEnum):
@@ -119,7 +119,7 @@ class QuantizationCreate(Closed):
     options: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
 
 
-class Quantization(Made):
+class Quantization(Result):
     """A quantized dense layer. `digest` is the digest of the layer."""
 
     id: Id

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from permille.pruning.plan import Pattern, PruningMethod, PruningPlan, RecoveryPlan
 from permille.schemas.fields import Closed, Id, Name, Seed, WholeNumber
-from permille.schemas.jobs import Made
+from permille.schemas.jobs import Result
 
 _HALF = 0.5
 _LEARNING_RATE = 0.003
@@ -137,7 +137,7 @@ class SparsificationCreate(Closed):
         return PruningPlan(method=self.method, rates=self.rate or own, pattern=pattern)
 
 
-class Sparsification(Made):
+class Sparsification(Result):
     """A sparse model. `digest` is the digest of its files.
 
     `model_id` is the original model, and `made_model_id` the sparse one. `made_model_id` is null once the

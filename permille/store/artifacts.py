@@ -43,7 +43,7 @@ class Blob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class TaskResult:
     """Result of a task.
 
     Attributes:
@@ -62,7 +62,7 @@ class Made:
     k: int | None = None
 
 
-def add(session: Session, *, job: Claim, made: Made) -> Artifact:
+def add(session: Session, *, job: Claim, made: TaskResult) -> Artifact:
     """Add the result of a job. If the same package exists already, return the existing row."""
     kind = JobKind.PACKAGE if job.kind in MAKES_PACKAGES else JobKind(job.kind)
     if kind is JobKind.PACKAGE:

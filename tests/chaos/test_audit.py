@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from permille.package.blobs import BlobFolder
 from permille.schemas.jobs import JobKind
 from permille.store import access
-from permille.store.artifacts import Blob, Made
+from permille.store.artifacts import Blob, TaskResult
 from permille.store.database import Database
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
@@ -57,7 +57,7 @@ def _add_mask(session: Session, tenant_id: str, blobs: BlobFolder) -> Artifact:
     digest = blobs.put_bytes(BYTES)
     blob = Blob(role="mask", media_type="m", digest=digest, size_bytes=len(BYTES))
     model_id = some_model(session, tenant_id)
-    made = Made(model_id=model_id, digest=digest, k=1, provenance={}, blobs=(blob,))
+    made = TaskResult(model_id=model_id, digest=digest, k=1, provenance={}, blobs=(blob,))
     request = {"model_id": model_id, "method": "random", "density": 0.01}
     return add_artifact(session, tenant_id=tenant_id, kind=JobKind.MASK, request=request, made=made)
 

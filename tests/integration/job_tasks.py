@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 from permille.errors import InputError, RetryableError
 from permille.files import write_atomic
 from permille.store import artifacts
-from permille.store.artifacts import Blob, Made
+from permille.store.artifacts import Blob, TaskResult
 from permille_workers.__main__ import run_worker
 from permille_workers.runtime import celery_app, supervisor, sweeper
 from permille_workers.runtime.child import run_child
@@ -52,7 +52,7 @@ def scripted(context: TaskContext) -> Publish:
     blob = context.blobs.put_bytes(f"{claim.job_id} {first}".encode())
 
     def publish(session: Session) -> str:
-        made = Made(
+        made = TaskResult(
             model_id=some_model(session, claim.tenant_id),
             digest=f"{claim.job_id}/{claim.fence}",
             k=claim.fence,

@@ -11,7 +11,7 @@ import pytest
 from permille.models.families import expected_tensors
 from permille.schemas.access import Role
 from permille.schemas.jobs import JobKind
-from permille.store.artifacts import Made
+from permille.store.artifacts import TaskResult
 from tests.api_service import Api, running_api
 from tests.artifacts import add_artifact, some_model
 from tests.packages import TINY_LLAMA
@@ -190,7 +190,7 @@ def test_what_a_result_was_made_of_stays(api: Api, field: str) -> None:
             tenant_id=api.tenant_id,
             kind=JobKind.QUANTIZATION,
             request=request,
-            made=Made(model_id=model_id, digest="sha256:" + "0" * 64, provenance={}, blobs=()),
+            made=TaskResult(model_id=model_id, digest="sha256:" + "0" * 64, provenance={}, blobs=()),
         )
     for path in (f"/v1/corpora/{corpus['id']}", f"/v1/models/{model_id}"):
         refused = api.delete(path)

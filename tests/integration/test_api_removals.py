@@ -10,7 +10,7 @@ import pytest
 from permille.schemas.access import Role
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts, devices
-from permille.store.artifacts import Blob, Made
+from permille.store.artifacts import Blob, TaskResult
 from permille.store.jobs import claims, queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.tables import Artifact, Job
@@ -25,7 +25,7 @@ def make(api: Api, kind: JobKind, **request: Any) -> Artifact:
     with api.service.database.write() as session:
         model_id = some_model(session, api.tenant_id)
         layer = Blob(role="mask", media_type="x", digest=DIGESTS[kind], size_bytes=1)
-        made = Made(model_id=model_id, digest=DIGESTS[kind], provenance={}, blobs=(layer,), k=1)
+        made = TaskResult(model_id=model_id, digest=DIGESTS[kind], provenance={}, blobs=(layer,), k=1)
         return add_artifact(session, tenant_id=api.tenant_id, kind=kind, request=request, made=made)
 
 
@@ -75,7 +75,7 @@ def test_a_build_goes_with_its_parts_once_their_results_are_gone(api: Api) -> No
     assert api.delete(path).status_code == 409, "it has not ended"
     with api.service.database.write() as session:
         mask = artifacts.add(
-            session, job=claim, made=Made(model_id=model_id, digest="sha256:x", provenance={}, blobs=())
+            session, job=claim, made=TaskResult(model_id=model_id, digest="sha256:x", provenance={}, blobs=())
         )
         claims.fail(session, claim, error={"type": "InputError", "message": "no"}, retryable=False)
     quantization = make(api, JobKind.QUANTIZATION)
@@ -135,7 +135,7 @@ def test_an_equal_request_gets_what_was_made_until_it_is_removed_or_its_corpus_c
         claim = claims.claim(session, worker="w", lease_s=60, job_id=first)
         assert claim is not None
         mask = artifacts.add(
-            session, job=claim, made=Made(model_id=model_id, digest="sha256:x", provenance={}, blobs=())
+            session, job=claim, made=TaskResult(model_id=model_id, digest="sha256:x", provenance={}, blobs=())
         )
         claims.complete(session, claim, result_id=mask.id)
     assert ask() == (200, first)

@@ -16,7 +16,7 @@ from permille_agent.daemon.state import DaemonState, read_daemon_state
 from permille_agent.federation.membership import memberships
 from permille_agent.link.enrolment import load_enrolment
 from permille_agent.link.report import RUN_ID, Delivery, read_report
-from permille_agent.link.rollout import Part, read_standing
+from permille_agent.link.rollout import Participation, read_standing
 from permille_agent.state.choices import Consent, read_consent, read_references
 from permille_agent.state.home import Home, as_json
 from permille_agent.state.models import (
@@ -215,7 +215,7 @@ class Status:
         return words if metrics.select_tokens else f"{words} (little text, judged part by part)"
 
 
-def _part_words(part: Part) -> str:
+def _part_words(part: Participation) -> str:
     ended = "waits for training" if part.installed else f"{part.attempts} attempts failed"
     return f"version {part.version} in rollout {part.rollout}: {part.code or ended}"
 

@@ -65,7 +65,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RoundsProgress:
     """Contents of `standing.json`: the results of the exchange with the service.
 
     Attributes:
@@ -128,11 +128,11 @@ class Membership:
             raise PackageError("round-definition", f"{self.path} holds no definition: {exc}") from exc
         return read_definition(data, self.digest)
 
-    def standing(self) -> Standing:
+    def standing(self) -> RoundsProgress:
         """Read `standing.json`."""
-        return read_record(self.path / "standing.json", Standing) or Standing()
+        return read_record(self.path / "standing.json", RoundsProgress) or RoundsProgress()
 
-    def note(self, standing: Standing) -> None:
+    def note(self, standing: RoundsProgress) -> None:
         """Write `standing.json` if it changed."""
         if standing != self.standing():
             write_record(self.path / "standing.json", standing)

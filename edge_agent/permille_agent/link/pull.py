@@ -32,7 +32,7 @@ from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.install import install, try_package
-from permille_agent.link.rollout import Part, note_failure, note_installed, read_standing, take_part
+from permille_agent.link.rollout import Participation, note_failure, note_installed, read_standing, take_part
 from permille_agent.link.trust import TrustedReleases
 from permille_agent.link.verify import Verified, verify_package_files
 from permille_agent.state.home import Home
@@ -116,7 +116,7 @@ def _pull(
     api: DeviceApi,
     trusted: TrustedReleases,
     enrolment: Enrolment,
-    part: Part | None,
+    part: Participation | None,
     progress: Progress,
 ) -> Pulled:
     """Install the version that the rollout `part` names, or else the version of the alias."""
@@ -251,7 +251,7 @@ def packages_in_use(home: Home) -> set[str]:
 
 
 def _choose(
-    api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment, part: Part | None
+    api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment, part: Participation | None
 ) -> tuple[InstalledRelease, TargetFile]:
     """Return the version that the rollout `part` or the alias names, with its signed metadata."""
     name, alias = enrolment.release, enrolment.alias

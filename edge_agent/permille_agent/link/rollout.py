@@ -56,7 +56,7 @@ class Losses:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Participation:
     """The participation of this device in one rollout, called its part.
 
     Attributes:
@@ -92,21 +92,21 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RolloutRecord:
     """Contents of `rollout.json`: the facts that the service knows, and the part in a rollout."""
 
     facts: Facts | None = None
-    part: Part | None = None
+    part: Participation | None = None
 
 
-def read_standing(home: Home) -> Standing:
+def read_standing(home: Home) -> RolloutRecord:
     """Read `rollout.json`."""
-    return read_record(home.rollout, Standing) or Standing()
+    return read_record(home.rollout, RolloutRecord) or RolloutRecord()
 
 
 def take_part(
     home: Home, api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment, *, now_s: float
-) -> Part | None:
+) -> Participation | None:
     """Begin or continue a part. Return the part if its version must be installed now.
 
     None means that this pull follows the alias, even if a part waits.
@@ -132,7 +132,7 @@ def take_part(
         if not (may_begin and offer.is_for(enrolment.device_id, facts)):
             return None
         before = installed_release(home)
-        part = Part(
+        part = Participation(
             rollout=offer.rollout,
             version=offer.version,
             before=before,
@@ -229,7 +229,7 @@ def tell_facts(home: Home, api: DeviceApi, facts: Facts) -> None:
     write_record(home.rollout, replace(read_standing(home), facts=facts))
 
 
-def difference_of(run: RunFolder, part: Part) -> float | None:
+def difference_of(run: RunFolder, part: Participation) -> float | None:
     """Return the rise of the loss from the earlier model to a run's model, in nats per token.
 
     If the earlier personal model was still in use, the run's decision has compared the two models on the same
@@ -261,7 +261,7 @@ def _offer(trusted: TrustedReleases, enrolment: Enrolment) -> Offer | None:
         raise PackageError("rollout-malformed", str(exc)) from exc
 
 
-def _judged(home: Home) -> Part | None:
+def _judged(home: Home) -> Participation | None:
     """Return the part. End it first if a run on its version has finished, or if there is no text."""
     part, installed = read_standing(home).part, installed_release(home)
     if part is None or part.code is not None or not part.installed or installed is None:
@@ -337,5 +337,5 @@ def _tell(home: Home, api: DeviceApi) -> bool:
     return True
 
 
-def _keep(home: Home, part: Part | None) -> None:
+def _keep(home: Home, part: Participation | None) -> None:
     write_record(home.rollout, replace(read_standing(home), part=part))

@@ -87,7 +87,7 @@ class Message(BaseModel):
         return role, content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class Form(Protocol):
+class AnswerFormat(Protocol):
     """The format of an answer, as one document or as a stream of documents."""
 
     media_type: str
@@ -109,7 +109,7 @@ class Form(Protocol):
 class Reply:
     """A text that is being generated, and the form of its answer."""
 
-    form: Form
+    form: AnswerFormat
     generated: Generated
     pieces: Iterator[str]
     stream: bool

@@ -7,7 +7,7 @@
 Rules of the server:
 
 - It binds loopback only.
-- Every request needs a token from a file that only the user can read.
+- Every request except OPTIONS needs a token from a file that only the user can read.
 - The `Host` header must be loopback, which stops DNS rebinding by pages in a browser.
 - Pages in a browser may send requests only if their origin is loopback and was named when the server started.
 - Bodies, waiting times, requests and connections are limited.

@@ -126,7 +126,9 @@ class GeneralLoss:
 
 
 def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> GeneralLoss | None:
-    """Choose the strength of a trained state durably. Return None if the package has no reference text.
+    """Choose the strength of a trained state, and store it for a resumed run.
+
+    Return None if the package has no reference text.
 
     Args:
         run: the run.

@@ -52,7 +52,7 @@ SILENT = SilentProgress()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class Progress:
     """Contents of `progress.json`.
 
     Attributes:
@@ -74,7 +74,7 @@ class Standing:
         """Describe the progress in one line of at most 79 columns.
 
         Example:
-            >>> Standing(pid=1, step=3, total=10, loss=2.5).line()
+            >>> Progress(pid=1, step=3, total=10, loss=2.5).line()
             'step 3 of 10, loss 2.500'
         """
         if not self.total:
@@ -89,10 +89,10 @@ class Standing:
         return ", ".join(parts)[:LINE_COLUMNS]
 
 
-def read_progress(home: Home) -> Standing | None:
+def read_progress(home: Home) -> Progress | None:
     """Read the progress of the running training. Return None if no training is running."""
     try:
-        standing = read_record(home.progress, Standing)
+        standing = read_record(home.progress, Progress)
     except OperatorError:
         return None
     # A killed run leaves its record. So the lock must be held by the process that wrote the record.
@@ -110,7 +110,7 @@ class LiveProgress:
     def __init__(self, home: Home, console: Console | None = None) -> None:
         self._home = home
         self._console = console
-        self._standing = Standing(pid=os.getpid())
+        self._standing = Progress(pid=os.getpid())
         self._began: tuple[float, int] | None = None
         self._written_s = self._printed_s = -float("inf")
 
@@ -125,7 +125,7 @@ class LiveProgress:
 
     def phase(self, name: str) -> None:
         """Print the name of the phase on a line that stays."""
-        self._standing, self._began = Standing(pid=os.getpid(), phase=name), None
+        self._standing, self._began = Progress(pid=os.getpid(), phase=name), None
         if self._console is not None:
             self._clear()
             self._console.print(name, markup=False, highlight=False)

@@ -10,7 +10,7 @@ from typing import Final
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from permille.federation.contribution import Place
+from permille.federation.contribution import RoundStart
 from permille.schemas.federations import FederationState, RoundState
 from permille.store import rows
 from permille.store.database import now
@@ -39,7 +39,7 @@ class Received:
 
     device_id: str
     public_key: str
-    place: Place
+    place: RoundStart
     data: bytes
 
 
@@ -78,7 +78,7 @@ def invite(session: Session, *, federation: Federation, device_id: str) -> tuple
     return row, held
 
 
-def place_of(session: Session, *, federation: Federation, number: int, device_id: str) -> Place:
+def place_of(session: Session, *, federation: Federation, number: int, device_id: str) -> RoundStart:
     """Return the place of a member's contribution: the number of the round and the digest of its start state.
 
     Raises:
@@ -94,7 +94,7 @@ def place_of(session: Session, *, federation: Federation, number: int, device_id
                 f"The contribution is for round {number}, but round {federation.number} is open."
             )
         raise NotFoundError(f"There is no invitation to round {number}.")
-    return Place(round_number=number, start_digest=row.start_digest)
+    return RoundStart(round_number=number, start_digest=row.start_digest)
 
 
 def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[bool, str | None]:
@@ -154,7 +154,7 @@ def received(session: Session, *, federation_id: str, number: int) -> Sequence[R
         Received(
             device_id=part.device_id,
             public_key=key,
-            place=Place(round_number=number, start_digest=start_digest),
+            place=RoundStart(round_number=number, start_digest=start_digest),
             data=part.data or b"",
         )
         for part, key in session.execute(query)

@@ -19,7 +19,17 @@ from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.fleet.offer import Choice, Offer, ReportCode, RolloutState, member_digest, place_of
-from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Step, Tally, advance, bounds_of, look_at
+from permille.fleet.rollouts import (
+    Position,
+    Reason,
+    Rules,
+    Statistics,
+    Step,
+    Tally,
+    advance,
+    bounds_of,
+    look_at,
+)
 from permille.fleet.windows import Window
 from permille.schemas.fleet.groups import GroupRule
 from permille.schemas.fleet.rollouts import OnStop, RolloutCreate, RolloutRules
@@ -297,7 +307,7 @@ def _advance(session: Session, row: Rollout) -> None:
     rules, at = _rules(row), now(session)
     _mark_silent(session, row, rules)
     step = advance(
-        Standing(wave=row.wave, opened_at=row.opened_at or at, looks=row.looks, approved=row.approved),
+        Position(wave=row.wave, opened_at=row.opened_at or at, looks=row.looks, approved=row.approved),
         rules,
         tally(session, row),
         at,
@@ -375,8 +385,8 @@ def tally(session: Session, row: Rollout) -> Tally:
         damage=damage,
         judged=judged,
         worse=worse,
-        losses=Moments.of_sums(compared, total or 0.0, squares or 0.0),
-        general=_general(session, row, ended) if codes.total() >= look_at(row.looks) else Moments(),
+        losses=Statistics.of_sums(compared, total or 0.0, squares or 0.0),
+        general=_general(session, row, ended) if codes.total() >= look_at(row.looks) else Statistics(),
         wave_devices=row.wave_devices - before,
         wave_began=began,
         wave_ended=wave_ended,
@@ -400,7 +410,7 @@ def _of_wave(row: Rollout) -> Any:
     ).where(RolloutReport.rollout_id == row.id, RolloutReport.wave == row.wave)
 
 
-def _general(session: Session, row: Rollout, ended: ColumnElement[bool]) -> Moments:
+def _general(session: Session, row: Rollout, ended: ColumnElement[bool]) -> Statistics:
     """Compare the versions by how much training raises the loss on general text.
 
     A device gives one difference if it has reported a run on each of the two versions.
@@ -409,7 +419,7 @@ def _general(session: Session, row: Rollout, ended: ColumnElement[bool]) -> Mome
     after, before = (_rises(session, row, version) for version in (row.version, row.before))
     devices = session.scalars(select(RolloutReport.device_id).where(ended))
     changes = [after[one] - before[one] for one in devices if one in after and one in before]
-    return Moments.of_sums(len(changes), sum(changes), sum(change * change for change in changes))
+    return Statistics.of_sums(len(changes), sum(changes), sum(change * change for change in changes))
 
 
 def _rises(session: Session, row: Rollout, version: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ from permille_service.cli.commands import ADMINISTRATION, DEVICES, INPUTS, PACKA
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.federations import federations
 from permille_service.cli.output import make_output, print_json
-from permille_service.cli.session import Place
+from permille_service.cli.session import GlobalOptions
 from permille_service.cli.tables import figures_of, table_of
 from permille_service.cli.trust import trust
 from permille_service.cli.work import FIGURES, add_work, jobs
@@ -96,7 +96,7 @@ def _place(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    context.obj = Place(url=url, token=token, data_dir=data_dir, ca_file=ca_file)
+    context.obj = GlobalOptions(url=url, token=token, data_dir=data_dir, ca_file=ca_file)
 
 
 @app.command("up", rich_help_panel=START)
@@ -159,7 +159,7 @@ def start(
     from permille_service.cli.up import run
     from permille_service.settings import load
 
-    folder = data_dir or context.ensure_object(Place).folder
+    folder = data_dir or context.ensure_object(GlobalOptions).folder
     for flag, root in (("--model-root", model_root), ("--corpus-root", corpus_root)):
         if root is not None and not root.is_dir():
             raise CommandError(f"{flag}: there is no folder {root}. Make it first.", Exit.USAGE)

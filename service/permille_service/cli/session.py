@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class GlobalOptions:
     """The options that stand before the name of the command. They say which service to call."""
 
     url: str | None = None
@@ -61,7 +61,7 @@ def connect(context: typer.Context, *, as_json: bool) -> Iterator[Session]:
     """Open a session. Raises CommandError if the URL or the token is not known."""
     from permille_service.cli.client import Client  # takes a tenth of a second, which would delay `--help`
 
-    place = context.ensure_object(Place)
+    place = context.ensure_object(GlobalOptions)
     url = place.url or _first_line(place.folder / "service.url")
     if not url:
         raise CommandError(

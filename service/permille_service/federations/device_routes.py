@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from permille.digests import digest_of
 from permille.errors import PackageError
-from permille.federation.contribution import Place
+from permille.federation.contribution import RoundStart
 from permille.federation.definition import Definition, decode_key
 from permille.federation.masked import decode_sent
 from permille.schemas.federations import (
@@ -193,7 +193,7 @@ def _federation(session: Session, device: DevicePrincipal, federation_id: str) -
     )
 
 
-def _check(data: bytes, row: tables.Federation, place: Place, device: tables.Device) -> None:
+def _check(data: bytes, row: tables.Federation, place: RoundStart, device: tables.Device) -> None:
     """Check that the bytes are a contribution of this device to this round. Raises PackageError."""
     definition = Definition.from_bytes(row.definition)
     decode_sent(data, definition, decode_key(device.public_key), place)

@@ -34,7 +34,7 @@ from permille.models.ollama import ollama_file
 from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.output import make_output
-from permille_service.cli.session import Place
+from permille_service.cli.session import GlobalOptions
 from permille_service.personal.programs import Programs
 
 NAME = "personal"
@@ -167,7 +167,8 @@ def personalise(
         corpus=corpus,
         density=density,
         scheme=scheme,
-        work=work or context.ensure_object(Place).folder / NAME / _key(model, corpus, density, scheme)[:16],
+        work=work
+        or context.ensure_object(GlobalOptions).folder / NAME / _key(model, corpus, density, scheme)[:16],
         training=tuple(part for flag, value in chosen if value is not None for part in (flag, str(value))),
     )
     answer = run(request, output.say, quiet=as_json)

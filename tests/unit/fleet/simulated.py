@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from permille.fleet.offer import ReportCode, RolloutState
-from permille.fleet.rollouts import WORSE_NATS, Moments, Rules, Standing, Step, Tally, advance
+from permille.fleet.rollouts import WORSE_NATS, Position, Rules, Statistics, Step, Tally, advance
 
 BEGIN = datetime(2030, 1, 1, tzinfo=UTC)
 Ending = Callable[[random.Random], tuple[ReportCode, float]]
@@ -48,14 +48,14 @@ def simulate(ending: Ending, rules: Rules, *, devices: int = 1000, seed: int = 0
             codes=codes,
             judged=judged,
             worse=worse,
-            losses=Moments.of_sums(judged, total, squares),
+            losses=Statistics.of_sums(judged, total, squares),
             wave_devices=size,
             wave_began=done,
             wave_ended=done,
             wave_ok=ok,
         )
         now = opened + timedelta(seconds=rules.soak_s if is_over else 0)
-        step = advance(Standing(wave=wave, opened_at=opened, looks=looks), rules, tally, now)
+        step = advance(Position(wave=wave, opened_at=opened, looks=looks), rules, tally, now)
         looks = step.looks
         if step.state is not RolloutState.RUNNING:
             return Run(step=step, touched=last + done)

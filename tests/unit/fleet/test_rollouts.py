@@ -8,7 +8,7 @@ import pytest
 
 from permille.errors import InputError
 from permille.fleet.offer import ReportCode, RolloutState
-from permille.fleet.rollouts import Moments, Reason, Rules, Standing, Tally, advance, bounds_of
+from permille.fleet.rollouts import Position, Reason, Rules, Statistics, Tally, advance, bounds_of
 from tests.unit.fleet.simulated import BEGIN, Ending, simulate
 
 RULES = Rules(waves=("20%", "100%"), min_reports=100, success_percent=99.0)
@@ -62,8 +62,8 @@ def test_a_rare_crash_stops_in_the_first_wave_where_it_shows() -> None:
     assert all(run.step.reason is not None for run in runs), "the last wave shows it in any case"
 
 
-def standing(wave: int = 0, looks: int = 0) -> Standing:
-    return Standing(wave=wave, opened_at=BEGIN, looks=looks)
+def standing(wave: int = 0, looks: int = 0) -> Position:
+    return Position(wave=wave, opened_at=BEGIN, looks=looks)
 
 
 SOAKED = BEGIN + timedelta(seconds=RULES.soak_s)
@@ -129,7 +129,7 @@ def test_a_look_is_taken_once_and_each_is_stricter() -> None:
 @pytest.mark.parametrize(("mean", "loss", "general"), [(0.03, True, False), (0.05, True, True)])
 def test_a_mean_that_surely_rose_stops(mean: float, loss: bool, general: bool) -> None:
     """A rise of 0.03 is surely above the limit of losses, but not surely above that of general text."""
-    rise, tally = Moments(n=40, mean=mean, deviation=0.02), Tally(codes={ReportCode.OK: 40}, judged=40)
+    rise, tally = Statistics(n=40, mean=mean, deviation=0.02), Tally(codes={ReportCode.OK: 40}, judged=40)
     found = advance(standing(), RULES, replace(tally, losses=rise), BEGIN).reason
     assert found is (Reason.LOSS if loss else None)
     found = advance(standing(), RULES, replace(tally, general=rise), BEGIN).reason
@@ -137,8 +137,8 @@ def test_a_mean_that_surely_rose_stops(mean: float, loss: bool, general: bool) -
 
 
 def test_moments_are_those_of_the_values() -> None:
-    assert Moments.of_sums(0, 0.0, 0.0) == Moments()
-    assert Moments.of_sums(3, 6.0, 14.0) == Moments(n=3, mean=2.0, deviation=1.0)
+    assert Statistics.of_sums(0, 0.0, 0.0) == Statistics()
+    assert Statistics.of_sums(3, 6.0, 14.0) == Statistics(n=3, mean=2.0, deviation=1.0)
 
 
 def test_a_count_opens_as_many_devices_and_a_share_its_places() -> None:

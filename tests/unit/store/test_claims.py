@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text, update
 
 from permille.store import artifacts
-from permille.store.artifacts import Made
+from permille.store.artifacts import TaskResult
 from permille.store.database import Database, now
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import claims, queue
@@ -198,7 +198,7 @@ def test_a_stale_claim_can_do_nothing(db: Database, tenant_id: str, clock: Clock
     before = read(db, job)
     with pytest.raises(StaleClaimError, match="fence 2"), db.write() as session:
         if call == "complete":
-            made = Made(model_id=some_model(session, tenant_id), digest=DIGEST, provenance={}, blobs=())
+            made = TaskResult(model_id=some_model(session, tenant_id), digest=DIGEST, provenance={}, blobs=())
             artifacts.add(session, job=stale, made=made)
             claims.complete(session, stale, result_id="pkg_1")
         elif call == "fail":

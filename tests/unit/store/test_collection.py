@@ -20,7 +20,7 @@ from permille.package.blobs import BlobFolder, StoredBlob
 from permille.schemas.inputs import FolderModel
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts, inputs
-from permille.store.artifacts import Blob, Made
+from permille.store.artifacts import Blob, TaskResult
 from permille.store.blobs.folder import BlobCache, BucketFolder
 from permille.store.database import Database, make_engine
 from permille.store.errors import BlobStoreError
@@ -80,7 +80,7 @@ def name(db: Database, tenant_id: str, digest: str, kind: JobKind = JobKind.MASK
     """Add an artifact that references a blob. Return its id."""
     with db.write() as session:
         layer = Blob(role="mask", media_type="x", digest=digest, size_bytes=1)
-        made = Made(
+        made = TaskResult(
             model_id=some_model(session, tenant_id), digest=digest, provenance={}, blobs=(layer,), k=1
         )
         return add_artifact(session, tenant_id=tenant_id, kind=kind, request={}, made=made).id
@@ -176,7 +176,7 @@ def test_a_job_that_names_what_was_there_before_it_does_not_lose_it(
                         max_attempts=1,
                     )
                     layer = Blob(role="mask", media_type="x", digest=digest, size_bytes=1)
-                    made = Made(model_id=model_id, digest=digest, provenance={}, blobs=(layer,))
+                    made = TaskResult(model_id=model_id, digest=digest, provenance={}, blobs=(layer,))
                     row = artifacts.add(session, job=claim, made=made)
                 break
             except RetryableError:

@@ -4,7 +4,7 @@ import pytest
 
 from permille.schemas.jobs import JobKind, JobState
 from permille.store import audit, releases, rows
-from permille.store.artifacts import Made
+from permille.store.artifacts import TaskResult
 from permille.store.database import Database
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
@@ -121,7 +121,7 @@ def test_list_filters_by_model_release_and_alias(db: Database, tenant_id: str, o
     with db.write() as session:
         for tenant in (tenant_id, other_tenant_id):
             model_id = some_model(session, tenant)
-            result = Made(model_id=model_id, digest=f"sha256:{'1' * 64}", k=1, provenance={}, blobs=())
+            result = TaskResult(model_id=model_id, digest=f"sha256:{'1' * 64}", k=1, provenance={}, blobs=())
             package = add_artifact(
                 session, tenant_id=tenant, kind=JobKind.PACKAGE, request=PARTS, made=result
             )

@@ -14,7 +14,7 @@ from permille.schemas.jobs import JobKind
 from permille.schemas.runs import LogForm, LogState
 from permille.store import access, artifacts, releases, rows, runs, uploads
 from permille.store.access import find_caller
-from permille.store.artifacts import Blob, Made
+from permille.store.artifacts import Blob, TaskResult
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.jobs import claims, queue
@@ -31,7 +31,7 @@ LOG, LAYER = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 def add_package(db: Database, tenant_id: str, name: str = "1") -> Artifact:
     layer = Blob(role="dense", media_type="m", digest=LAYER, size_bytes=7)
     with db.write() as session:
-        made = Made(
+        made = TaskResult(
             model_id=some_model(session, tenant_id),
             digest="sha256:" + name * 64,
             k=1,

@@ -16,7 +16,7 @@ from permille.schemas.jobs import JobKind
 from permille.schemas.packages import BuildCreate
 from permille.schemas.runs import LogForm, LogState
 from permille.store import artifacts, audit, devices, inputs, releases, runs, uploads
-from permille.store.artifacts import Blob, Made
+from permille.store.artifacts import Blob, TaskResult
 from permille.store.database import Database
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.jobs import claims, queue
@@ -43,7 +43,7 @@ class Keeping:
         self._clock.forward(DAY_S)
         digest = f"sha256:{self._made:064d}"
         with self.db.write() as session:
-            made = Made(
+            made = TaskResult(
                 model_id=some_model(session, self.tenant_id),
                 digest=digest,
                 provenance={},
@@ -134,7 +134,7 @@ def test_a_part_of_a_build_that_goes_on_stays(keeping: Keeping, clock: Clock) ->
         claim = claims.claim(session, worker="w", lease_s=60, job_id=mask.id)
         assert claim is not None
         made = artifacts.add(
-            session, job=claim, made=Made(model_id=model_id, digest="sha256:x", provenance={}, blobs=())
+            session, job=claim, made=TaskResult(model_id=model_id, digest="sha256:x", provenance={}, blobs=())
         )
         claims.complete(session, claim, result_id=made.id)
     clock.forward(9 * DAY_S)

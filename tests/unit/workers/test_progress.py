@@ -21,7 +21,7 @@ from permille.errors import InputError, OperatorError, PackageError, RetryableEr
 from permille.package.blobs import BlobFolder
 from permille.schemas.jobs import JobKind
 from permille.store import access, rows
-from permille.store.artifacts import Blob, Made
+from permille.store.artifacts import Blob, TaskResult
 from permille.store.database import Database
 from permille.store.errors import BlobStoreError, StaleClaimError
 from permille.store.jobs import claims, queue
@@ -194,7 +194,7 @@ def test_workers_collect_in_turns_but_not_beside_a_database_that_names_nothing(
         with db.write() as session:
             tenant_id = access.create_tenant(session, name="acme").id
             layer = Blob(role="mask", media_type="x", digest=kept, size_bytes=4)
-            made = Made(
+            made = TaskResult(
                 model_id=some_model(session, tenant_id), digest=kept, provenance={}, blobs=(layer,), k=1
             )
             add_artifact(session, tenant_id=tenant_id, kind=JobKind.MASK, request={}, made=made)

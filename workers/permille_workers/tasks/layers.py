@@ -17,13 +17,13 @@ from permille.schemas.jobs import JobKind
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.quantizations import AnyOptions, AutoRound
 from permille.store import artifacts
-from permille.store.artifacts import MANIFEST, REPORT, Blob, Made
+from permille.store.artifacts import MANIFEST, REPORT, Blob, TaskResult
 from permille.store.retention.collection import hold
 from permille.store.tables import Artifact
 from permille_workers.runtime.context import Publish, TaskContext
 
 
-def publishes(context: TaskContext, made: Made) -> Publish:
+def publishes(context: TaskContext, made: TaskResult) -> Publish:
     """Return a function that adds an artifact. It runs in the transaction that ends the job."""
 
     def publish(session: Session) -> str:
@@ -46,7 +46,7 @@ def publishes_package(context: TaskContext, model_id: str, manifest: Manifest) -
     )
     return publishes(
         context,
-        Made(
+        TaskResult(
             model_id=model_id,
             digest=manifest.digest,
             k=manifest.k,

@@ -14,7 +14,7 @@ from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
 from permille.sensitivity.coverage import mask_report
 from permille.sensitivity.masks import select_mask
 from permille.sensitivity.scores import SHARD_SEQUENCES, Scores, fisher_work
-from permille.store.artifacts import Made
+from permille.store.artifacts import TaskResult
 from permille_workers.runtime.context import PartsToAdd, Publish, TaskContext
 from permille_workers.tasks import shard
 from permille_workers.tasks.layers import blob_of_layer, publishes, report_blob
@@ -70,7 +70,7 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
     content = {**report, "score": score, "corpus": scored.corpus_read, "provenance": provenance}
     return publishes(
         context,
-        Made(
+        TaskResult(
             model_id=model.id,
             digest=layer.digest,
             k=report["k"],

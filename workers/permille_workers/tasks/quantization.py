@@ -26,7 +26,7 @@ from permille.schemas.quantizations import (
     QuantizationCreate,
     Source,
 )
-from permille.store.artifacts import Made
+from permille.store.artifacts import TaskResult
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import blob_of_layer, publishes, quantization_of, report_blob
 from permille_workers.tasks.sources import (
@@ -99,7 +99,7 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     }
     return publishes(
         context,
-        Made(
+        TaskResult(
             model_id=model.id,
             digest=dense.digest,
             provenance=provenance,

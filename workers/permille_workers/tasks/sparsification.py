@@ -28,7 +28,7 @@ from permille.pruning.streaming import LinearReport, PruningReport, PruningText,
 from permille.schemas.inputs import SparsifiedModel
 from permille.schemas.sparsifications import Recovery, SparsificationCreate
 from permille.store import artifacts, inputs
-from permille.store.artifacts import Made
+from permille.store.artifacts import TaskResult
 from permille.store.retention.collection import hold
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import report_blob
@@ -68,7 +68,7 @@ def run(context: TaskContext, request: SparsificationCreate) -> Publish:
 
     def publish(session: Session) -> str:
         hold(session, context.blobs, [blob.digest], final)
-        result = Made(model_id=model.id, digest=digest, provenance=provenance, blobs=(blob,))
+        result = TaskResult(model_id=model.id, digest=digest, provenance=provenance, blobs=(blob,))
         row = artifacts.add(session, job=context.claim, made=result)
         added = inputs.add_model(
             session,

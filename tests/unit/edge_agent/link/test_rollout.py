@@ -291,7 +291,7 @@ def test_the_retrained_model_is_compared_with_the_one_before(tmp_path: Path) -> 
     device.train()
     after = installed_release(device.home)
     run = module._newest_run(device.home, after.manifest_digest)  # type: ignore[union-attr]
-    part = module.Part(rollout="r", version=2, before=before, losses=losses)
+    part = module.Participation(rollout="r", version=2, before=before, losses=losses)
     assert run is not None
     difference = difference_of(run, part)
     assert difference is not None and abs(difference) < 1.0

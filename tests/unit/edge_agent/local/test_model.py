@@ -47,7 +47,7 @@ def test_without_a_personalisation_there_is_only_the_base(tmp_path: Path) -> Non
             compare(home, model, data_paths=[], prompts=[], sampling=GREEDY)
 
     home.releases.unlink()
-    with pytest.raises(OperatorError, match="permille-agent pull"):
+    with pytest.raises(OperatorError, match="No package is installed"):
         LocalModel(home, bigram_engine)
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from rich.console import Console
 
 from permille_agent.state.home import Home, write_record
-from permille_agent.training.progress import LiveProgress, Standing, read_progress
+from permille_agent.training.progress import LiveProgress, Progress, read_progress
 from tests.unit.edge_agent.state.test_lock import another_process_holds
 
-STANDING = Standing(pid=1, phase="training", step=132, total=400, loss=4.6123, held_out=4.7, first=4.912)
+STANDING = Progress(pid=1, phase="training", step=132, total=400, loss=4.6123, held_out=4.7, first=4.912)
 
 
 def _told(console: Console, home: Home) -> None:
@@ -30,11 +30,11 @@ def _told(console: Console, home: Home) -> None:
 def test_a_line_fits_80_columns_and_says_step_total_losses_and_time() -> None:
     line = replace(STANDING, seconds_left=134.0).line()
     assert line == "step 132 of 400, loss 4.612, held out 4.700 (first 4.912), 2 min left"
-    longest = Standing(
+    longest = Progress(
         pid=1, step=999_999, total=999_999, loss=19.0, held_out=19.0, first=19.0, seconds_left=9e9
     )
     assert len(longest.line()) < 80
-    assert Standing(pid=1, phase="x" * 100).line() == "x" * 79
+    assert Progress(pid=1, phase="x" * 100).line() == "x" * 79
 
 
 def test_a_terminal_shows_one_line_and_other_outputs_now_and_then_a_plain_one(home: Home) -> None:
