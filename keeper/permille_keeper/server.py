@@ -73,7 +73,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.prove(self.client_address)
         length = self.headers.get("content-length", "")
         if not length.isascii() or not length.isdecimal() or len(length) > 9:
-            return self._refuse(HTTPStatus.LENGTH_REQUIRED, "The request needs a Content-Length")
+            return self._refuse(
+                HTTPStatus.LENGTH_REQUIRED, "The request needs a Content-Length of at most nine digits"
+            )
         if int(length) > MAX_REQUEST_BYTES:
             return self._refuse(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The request is larger than {MAX_REQUEST_BYTES} bytes"
@@ -103,7 +105,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the parent's name
-        """Log nothing, because `_refuse` logs refusals and the memory keeps answers."""
+        """Log no requests here. `_refuse` logs its refusals, and the memory stores the answers.
+
+        Requests with a wrong token or an unknown path are logged nowhere.
+        """
 
 
 def answer(data: bytes, key: X25519PrivateKey, memory: Memory) -> bytes:

@@ -350,7 +350,7 @@ class Repository:
             if role in delegated and role in self.newest:
                 signed = self._next(self.targets(role), role)
                 made.append((role, self._sign(role, signed, targets, next_targets), next_targets))
-        # `targets` changes if it delegates to new keys, or if its own keys change.
+        # `targets` must be signed now if it delegates to new keys, or if its own new keys are elsewhere.
         if set(holders) & set(delegated) or TARGETS in elsewhere:
             made.append((TARGETS, self._sign(TARGETS, next_targets, root, next_root), next_root))
         if set(holders) & set(TOP_LEVEL):

@@ -224,7 +224,7 @@ def test_jobs_tokens_and_releases_outlive_a_clock_that_jumps(tmp_path: Path) -> 
         assert _look(client, device.token()) == 200
         _check_timestamp(client, -YEAR)
         assert (
-            "the clock was set back, so the future times of 1 jobs were moved back"
+            "the clock was set back, so the due times and leases of 1 jobs were corrected"
             in (tmp_path / "up.log").read_text()
         )
 

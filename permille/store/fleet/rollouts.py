@@ -146,7 +146,7 @@ def resume(session: Session, row: Rollout) -> None:
 
 
 def pause(row: Rollout) -> None:
-    """Let no further device begin until `resume`. Idempotent. Raises ConflictError."""
+    """Let no further device begin to install until `resume`. Idempotent. Raises ConflictError."""
     _require(row, RolloutState.RUNNING, RolloutState.PAUSED)
     if row.state == RolloutState.RUNNING:
         _move(row, RolloutState.PAUSED)

@@ -1,8 +1,9 @@
 """A transport for the broker that survives malformed messages.
 
 If kombu cannot parse a message, its consumer ends, and Celery ends the worker with exit code 0. This
-transport logs and drops such a message. It also drops messages that the service never sends, for example with
-other tasks, start times, chains or callbacks. No work is lost, because the database holds all jobs.
+transport logs and drops such a message. It also drops messages that the service never sends: messages for
+another task, or with a start time, a chain or a callback. No work is lost, because the database holds all
+jobs.
 """
 
 import base64

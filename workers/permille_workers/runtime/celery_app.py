@@ -98,7 +98,7 @@ def run_celery_worker(
     def on_shutdown(**_: object) -> None:
         shutdown.ask(settings.drain_s)
 
-    # By default, Celery only keeps a weak reference. With `weak=False`, it keeps this local function alive.
+    # Celery's default is a weak reference to a handler. `weak=False` keeps this local function alive.
     signals.worker_shutting_down.connect(on_shutdown, weak=False)
     dispatcher = CeleryDispatcher(broker_url)
     blobs = open_blobs(settings)

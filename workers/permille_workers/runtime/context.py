@@ -57,7 +57,9 @@ class Progress:
         self._db = db
         self._claim = claim
         self._clock = clock
+        # The time and fraction of the report from which the pace is measured.
         self._first: tuple[float, float] | None = None
+        # The time and fraction of the last report with a higher fraction than before.
         self._risen: tuple[float, float] | None = None
         self._told_at: float | None = None
         self._told_message: str | None = None

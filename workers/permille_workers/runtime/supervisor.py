@@ -127,7 +127,8 @@ class Supervisor:
             pipe.flush()
 
     def _watch(self, child: "subprocess.Popen[bytes]", claim: Claim) -> None:
-        # With three renewals in the time of a lease, two may fail before the lease ends.
+        # Renew after a third of the lease. If the database fails then, each poll tries again, until the lease
+        # has expired.
         renew_every_s = self.settings.lease_s / 3
         renewed_at = time.monotonic()
         kill_at: float | None = None

@@ -34,8 +34,8 @@ from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.work_folders import remove_ended
 
-# If this many messages wait in the broker, no more are sent. Each message wakes a worker, which then runs any
-# due job.
+# If this many messages wait in the broker, the sweeper sends no more. More are not needed, because each
+# message wakes a worker, which then runs any due job.
 _ENOUGH_MESSAGES = 100
 # An unfinished blob whose file is older than this is deleted. A writer that is alive writes to its file at
 # least once a day, so an older file belongs to a killed writer.
@@ -85,7 +85,9 @@ class Sweeper:
 
     def _pull_back(self) -> None:
         if moved := pull_back(self.db):
-            _log.warning("the clock was set back, so the future times of %d jobs were moved back", moved)
+            _log.warning(
+                "the clock was set back, so the due times and leases of %d jobs were corrected", moved
+            )
 
     def _sweep_rows(self) -> None:
         with self.db.read() as session:

@@ -65,7 +65,7 @@ def needed_bytes(checkpoint: Checkpoint, length: int, item_bytes: int) -> int:
 
 
 def torch_device(name: str) -> torch.device:
-    """Return the device of this name. Raises OperatorError if the machine has no CUDA."""
+    """Return the device of this name. Raises OperatorError if it needs CUDA and the machine has none."""
     if name != "cpu" and not torch.cuda.is_available():
         raise OperatorError(f"PERMILLE_DEVICE is {name}, but this machine has no CUDA. Set it to cpu.")
     return torch.device(name)

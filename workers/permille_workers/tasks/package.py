@@ -91,7 +91,7 @@ def _corpus_of(mask_row: Artifact | None, coded: QuantizationCreate) -> str | No
 def _with_reference(
     context: TaskContext, model: SourceModel, manifest: Manifest, corpus_id: str | None
 ) -> Manifest:
-    """Add a reference with rows of the corpus and chat answers. If there is neither, add none."""
+    """Add a reference with rows of the corpus and chat answers. If there can be neither, add no reference."""
     from permille.models.loading import FileChat, FileTokenizer
 
     folder, made = model.checkpoint.folder, dict[str, JSON](versions("tokenizers"))

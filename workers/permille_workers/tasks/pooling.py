@@ -1,8 +1,8 @@
 """The pooling job: train the selected weights of a package on public text, and add the result to the package.
 
-The result is called a pooled state. Devices can start their training from it. The engine needs nothing but
-the package. A state is published only if a statistical test shows that it is better than the base model on
-held-out text of the corpus.
+The result is called a pooled state. Devices can start their training from it. This job needs only
+the package, not the original model. A state is published only if a statistical test shows that it is better
+than the base model on held-out text of the corpus.
 """
 
 from typing import cast

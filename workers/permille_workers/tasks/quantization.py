@@ -56,7 +56,7 @@ class Codes:
 
     Attributes:
         tensors: a function. Each call returns an iterator over all tensors.
-        corpus_read: a record of the rows that the calibration has read.
+        corpus_read: how many rows of the corpus the calibration has read, and how many of them were bad.
         used: for each corpus id, how many tokens the calibration has used.
     """
 
@@ -160,7 +160,7 @@ def _kept(model: SourceModel) -> "KeptModel | None":
 
 
 def _measured(context: TaskContext, checkpoint: Checkpoint, coded: Tensors, errors: ErrorReport) -> Tensors:
-    """Yield the tensors unchanged. Add the error of each one to `errors`."""
+    """Yield the tensors unchanged. Add the error of each tensor to `errors`."""
     number = len(scoped_tensors(checkpoint.config))
     for index, (name, quantized) in enumerate(coded):
         context.progress(_QUANTIZED * (index + 1) / number, f"quantize {index + 1}/{number}")
@@ -186,8 +186,8 @@ def _perplexity(
     context.progress(_QUANTIZED, "reading the evaluation text")
     folder = model.checkpoint.folder
     length = min(_LONGEST_EVALUATION, int(model.checkpoint.config.get("max_position_embeddings", 1 << 30)))
-    # A draw of n sequences reads up to POOL * n (`permille.corpora.sequences`). Skip all that calibration may
-    # have read.
+    # To choose n sequences, calibration reads up to POOL * n sequences of the corpus. Skip all tokens that it
+    # may have read. `used` is their number in sequences of this length, rounded up.
     used = -(-POOL * coded.used.get(request.evaluation_corpus_id, 0) // length)
     wanted = Sampling(
         number=max(1, request.options.evaluation_tokens // length),
@@ -244,7 +244,7 @@ def calibrated_codes(context: TaskContext, checkpoint: Checkpoint, options: Auto
     sequences = corpus.sequences(FileTokenizer(checkpoint.folder), sampling)
     number = len(sequences.tokens_NT)
     names = [name for name, _ in scoped_tensors(checkpoint.config)]
-    context.progress(0.01, f"auto-round on {number} sequences: minutes or hours, in one piece")
+    context.progress(0.01, f"auto-round on {number} sequences: takes minutes or hours, without progress")
     tensors = rounded_int4(load_model(checkpoint.folder), names, sequences.tokens_NT)
     return Codes(
         tensors=lambda: iter(tensors.items()),

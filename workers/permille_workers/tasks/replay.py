@@ -104,7 +104,10 @@ class _Reached:
 
 
 def _difference(claimed: object, found: str) -> str | None:
-    """Describe how the device's digest differs. Return None if it is equal, or if the device sent none."""
+    """Describe how the device's digest differs from the computed one.
+
+    Return None if they are equal, or if the device sent no digest.
+    """
     if claimed is None or claimed == found:
         return None
     return f"state-differs: the device reports {claimed}, but the replay gives {found}"

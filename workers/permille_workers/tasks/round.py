@@ -2,8 +2,8 @@
 
 A closing round accepts no more contributions. The result leaves the process only in the transaction that
 publishes it, so if the process is killed, nobody has seen the result. A second attempt then makes the same
-bytes, with one exception: if the service adds the noise, the attempt draws new noise. A keeper does not, but
-gives its earlier answer again.
+bytes, with one exception: if the service adds the noise, the attempt draws new noise. A keeper draws
+no new noise, but gives its earlier answer again.
 
 In the mode `keeper`, this process never sees the integers of a device. It asks the keeper over HTTPS for the
 sum of the devices' masks minus noise, and only learns the noised sum of the integers. The keeper stores its

@@ -104,8 +104,8 @@ def _made(context: TaskContext, model: SourceModel, request: SparsificationCreat
     )
 
     def sampling(number: int, skip: int) -> Sampling:
-        # A draw of n sequences reads up to POOL * n (`permille.corpora.sequences`). Skip as many, so that two
-        # draws share no sequence.
+        # To choose n sequences, a draw reads up to POOL * n sequences of the corpus. `skip` is the number of
+        # sequences that earlier draws chose. Skip all that they may have read, so that no two draws overlap.
         return Sampling(number=number, length=length, seed=request.seed, skip=POOL * skip)
 
     calibration = corpus.sequences(tokenizer, sampling(request.sequences, 0))
@@ -216,10 +216,9 @@ def _recovery_fields(recovery: Recovery) -> dict[str, JSON]:
 
 
 def _row(name: str, rows: Sequence[LinearReport]) -> dict[str, object]:
-    """Return a row of the report for several linears together: their share of zeros, and their relative
-    error.
+    """Return a row of the report for one or several linear layers: their share of zeros and relative error.
 
-    The relative error is `|(W - W') X| / |W X|`, where W' are the pruned weights and X the inputs.
+    The relative error is `|(W - W') X| / |W X|`, where W' are the pruned weights and X the layers' inputs.
     """
     error, norm = math.fsum(row.error for row in rows), math.fsum(row.norm for row in rows)
     return {
