@@ -70,6 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
         shown = self.headers.get("authorization", "")
         if not hmac.compare_digest(shown.encode(), f"Bearer {self.server.token}".encode()):
             return self._send(HTTPStatus.UNAUTHORIZED, b"The token is not this keeper's")
+        # The server ends the connections of strangers early. This client has shown the token, so it is none.
         self.server.prove(self.client_address)
         length = self.headers.get("content-length", "")
         if not length.isascii() or not length.isdecimal() or len(length) > 9:

@@ -82,7 +82,9 @@ def _counted(metrics: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _moment(value: object, default: datetime) -> datetime:
-    """Parse a time from a device. A time before 1970 becomes 1970, since a cursor holds no earlier time."""
+    """Parse a time from a device. A time before 1970 becomes 1970, since the cursor of a page cannot hold
+    an earlier time.
+    """
     found = datetime.fromisoformat(value) if isinstance(value, str) else default
     return max(found, EPOCH)
 

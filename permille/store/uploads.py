@@ -175,8 +175,8 @@ def erase(folder: BlobFolder) -> None:
 
 
 def sweep(db: Database, blobs: BlobFolder) -> int:
-    """Erase doomed and late uploads, and delete rows that no longer count for a quota. Return how many
-    were erased.
+    """Erase doomed and late uploads, and delete rows that no longer count for a quota. Return the
+    number of erased uploads.
     """
     with db.write() as session:
         at = now(session)

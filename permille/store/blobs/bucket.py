@@ -34,10 +34,10 @@ from permille.store.settings import BucketAddress
 # parts.
 PART_BYTES: Final = 64 << 20
 _MOST_PARTS: Final = 10_000
-_AT_A_TIME: Final = 4
+_AT_A_TIME: Final = 4  # parts of a file that are sent at the same time
 # At most this many threads wait for the bucket. The API has 40 threads, so at least 10 answer other requests.
 _AT_ONCE: Final = 30
-_TURN_S: Final = 1.0
+_TURN_S: Final = 1.0  # longest time that a thread waits for one of these places
 # Validity of a presigned address. A download must begin within this time, but may end later.
 _ADDRESS_S: Final = 300
 # Vendors name a missing object in several ways.

@@ -41,7 +41,7 @@ def open_blobs(settings: StoreSettings, *, attempts: int = 5) -> BlobFolder:
 
     Args:
         attempts: the number of attempts for each request to a bucket. A worker can wait longer than a
-            client of the API, so it may use more.
+            client of the API, so it may use more attempts.
 
     Raises:
         OperatorError: the settings name a bucket, and botocore is not installed.

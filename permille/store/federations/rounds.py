@@ -248,7 +248,9 @@ def begin_closing(session: Session, row: Round) -> str:
 
 
 def _keep_checkpoint(session: Session, federation: Federation, state: bytes) -> None:
-    """Add a checkpoint, and delete old ones except the adopted one and those after 1, 2, 4, 8 ...
+    """Add a checkpoint, and delete the older ones that are not needed.
+
+    Three kinds of older checkpoints are kept: the newest, the adopted one, and those after 1, 2, 4, 8 ...
     rounds.
     """
     numbers = session.scalars(

@@ -25,8 +25,7 @@ def summary(session: Session, *, tenant_id: str, least: int = 0) -> Fleet:
     """Count a tenant's active devices.
 
     Args:
-        least: hide counts of fewer devices, and round the others to multiples of it; 0 shows exact
-            counts.
+        least: hide counts below this number, and round the others to multiples of it; 0 shows exact counts.
     """
     at = now(session)
     seen, agents, engines = _count_devices(session, tenant_id, at)

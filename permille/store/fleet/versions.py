@@ -25,8 +25,7 @@ def results(session: Session, releases: Sequence[Release], *, least: int = 0) ->
     """Return the results of devices on these releases of one tenant.
 
     Args:
-        least: hide counts of fewer devices, and round the others to multiples of it; 0 shows exact
-            counts.
+        least: hide counts below this number, and round the others to multiples of it; 0 shows exact counts.
     """
     if not releases:
         return []

@@ -81,8 +81,8 @@ def take_earlier(session: Session, build: Job, find: Find) -> None:
 
 
 def advance(session: Session, job: Job) -> None:
-    """Advance a locked job that waits for its parts. Add the parts that are due, queue the job again,
-    or end it.
+    """Advance a locked job that waits for its parts: add the parts that are due, queue the job again, or end
+    it.
 
     When the job ends, its own parent is advanced, too. You may call this at any time: a job that a
     worker holds, or that has ended, does not change.
@@ -163,7 +163,8 @@ def _move_build(session: Session, build: Job, parts: Sequence[Job]) -> None:
     try:
         due = parts_due(parse_request(JobKind.BUILD, build.payload), results)
     except InputError as exc:
-        # Another version wrote this row. End the build, or every sweep would fail at it.
+        # Another version of permille wrote this row. End the build, because otherwise every sweep would fail
+        # at it.
         _fail(session, build, str(exc))
         return
     _wait(session, build)
@@ -184,7 +185,7 @@ def _stop(session: Session, job: Job, parts: Sequence[Job], broken: Job | None) 
     for part in (transitions.lock_one(session, part.id) for part in parts):
         if part is None or transitions.has_ended(part):
             continue
-        # The worker of a running part sees this request when it renews its lease.
+        # The supervisor of a running part sees this request at its next poll.
         part.cancel_requested_at = part.cancel_requested_at or at
         if part.state == JobState.QUEUED:
             transitions.transition(session, part, JobState.CANCELLED)

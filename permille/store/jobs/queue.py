@@ -40,8 +40,8 @@ def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> J
 
     Example:
 
-        new = NewJob(tenant_id=tenant.id, kind=JobKind.MASK,
-        payload=request.model_dump(mode="json"))
+        payload = request.model_dump(mode="json")
+        new = NewJob(tenant_id=tenant.id, kind=JobKind.MASK, payload=payload)
         job = submit(session, new)
     """
     earlier = find_submitted(session, new)

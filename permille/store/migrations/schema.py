@@ -80,7 +80,7 @@ def _make_private(database: str | None) -> None:
 
 def _defer_foreign_keys(connection: Any, _record: object) -> None:
     """Allow migrations to drop a table to which others refer."""
-    # SQLite can change most properties of a table only by making it anew.
+    # SQLite cannot change most properties of a table. A migration makes a new table and drops the old one.
     connection.execute("PRAGMA foreign_keys = OFF")
 
 
