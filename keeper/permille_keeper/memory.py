@@ -5,8 +5,8 @@ encrypted seed of the device's mask.
 
 - An answer is stored durably before it is sent. So the noise for a set of devices is drawn only once, and the
   same question gets the same bytes, even if the process was killed in between.
-- A device's seal of a round is opened for only one set of devices. With the sums of two sets, the service
-  could compute their difference, which may be the vector of a single device.
+- A device's seal of a round is opened for only one set of devices. Otherwise the service could subtract the
+  answers for two sets. If the sets differ in a single device, this gives that device's mask plus noise.
 """
 
 import os

@@ -300,7 +300,7 @@ class Artifact(Named):
     model_id: Mapped[str] = mapped_column(ForeignKey("models.id"))
     request: Mapped[dict[str, object]]  # the payload of its job
     digest: Mapped[str]
-    k: Mapped[int | None] = mapped_column(BigInteger)
+    k: Mapped[int | None] = mapped_column(BigInteger)  # number of trained numbers of a mask or a package
     made_model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id"))  # made by a sparsification
     size_bytes: Mapped[int] = mapped_column(BigInteger)  # bytes of its distinct blobs, without the report
     provenance: Mapped[dict[str, object]]
@@ -536,8 +536,8 @@ class Federation(Named):
     definition: Mapped[bytes] = mapped_column(LargeBinary)
     definition_digest: Mapped[str]
     state: Mapped[str]
-    target: Mapped[int]
-    minimum: Mapped[int]
+    target: Mapped[int]  # number of contributions at which a round closes before its deadline
+    minimum: Mapped[int]  # a round with fewer contributions is void
     deadline_s: Mapped[int]
     rounds: Mapped[int]  # the number of rounds after which the federation is finished
     number: Mapped[int]  # the number of rounds that have ended

@@ -119,8 +119,8 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
 def _next(session: Session, at: datetime) -> Job | None:
     """Choose and lock the next job.
 
-    The tenant is chosen before the job, since there may be many queued jobs. If other workers have
-    locked all jobs of a tenant, the next tenant is served.
+    The tenant is chosen before the job, since there may be too many queued jobs to compare them all. If other
+    workers have locked all jobs of a tenant, the next tenant is served.
     """
     by_tenant, by_device = _count_running(session)
     tenants = session.execute(_TENANTS).all()
@@ -302,7 +302,7 @@ def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryabl
 
 
 def cancelled(session: Session, held: Claim) -> None:
-    """End the job as cancelled, after its process stopped or was killed at the deadline.
+    """End the job as cancelled, after its process has stopped, or was killed because it did not stop in time.
 
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended.

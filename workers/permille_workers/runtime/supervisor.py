@@ -32,8 +32,8 @@ from permille_workers.runtime.settings import WorkerSettings
 
 CHILD_COMMAND = (sys.executable, "-P", "-m", "permille_workers.runtime.child")
 CANCEL_GRACE_S = 10.0  # seconds after which a cancelled job is killed
-_TAIL_LINES = 40
-_LAST_WORDS_S = 5.0
+_TAIL_LINES = 40  # last lines of the child's log, for the error of a crash
+_LAST_WORDS_S = 5.0  # time that a child gets to exit after its claim became stale
 _TOLD_BY_CHILD = (JobState.SUCCEEDED, JobState.FAILED)  # states that only the child sets
 # Libraries must not write progress bars into the log, nor send telemetry.
 _QUIET = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}

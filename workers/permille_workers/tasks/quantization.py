@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _QUANTIZED = 0.6  # the job's progress when all weights are quantized
 _EVALUATION_SEED = 0
-_LONGEST_EVALUATION = 512
+_LONGEST_EVALUATION = 512  # tokens in a sequence of the evaluation
 
 Tensors = Iterator[tuple[str, QuantizedTensor]]
 _CALIBRATION_SEED = 0
