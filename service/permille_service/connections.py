@@ -8,10 +8,11 @@ of uvicorn's protocol that tracks the state of each connection.
 Rules:
 - A connection counts from `accept` until its descriptor is closed. This includes a TLS handshake.
 - One limit applies to all connections together and stays below the limit of open files. A second limit
-  applies to each address. Trusted proxies have no limit of their own.
+  applies to each address, except to the addresses of trusted proxies.
 - At a limit, a stalled connection is evicted to admit a new one. A connection is stalled while the service
   waits for the head or the body of a request, or for the client to read the answer. Connections that wait for
-  a head are evicted first. Of several such connections, the one that has waited longest goes first.
+  a head are evicted before the other stalled connections. Of those that wait for a head, the one that has
+  waited longest goes first.
 - If an address is at its limit, one of its own connections is evicted. At the total limit, the victim
   comes from the address with the most stalled connections.
 - If no connection is stalled, the request on the new one is answered with 429 at the limit of its address,

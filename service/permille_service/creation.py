@@ -147,8 +147,8 @@ class Creation:
     def start(self, kind: JobKind, request: Closed, *, again: bool) -> Job:
         """Store a job and tell workers. The same key and request return the same job.
 
-        Unless `again` is set, an earlier job is returned if it had an equal request, has succeeded, and its
-        result and corpora are unchanged. Parts of a build are reused in the same way.
+        Unless `again` is set, an earlier job is returned if it had an equal request and has succeeded, its
+        result still exists, and its corpora have not changed. Parts of a build are reused in the same way.
 
         Raises:
             ApiError: `idempotency-conflict`, or the reason why the request is refused.

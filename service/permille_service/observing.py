@@ -86,7 +86,7 @@ def _families(found: Figures) -> Iterator[Metric]:
     for labels, count in found.jobs.items():
         jobs.add_metric(labels, count)
     waiting = GaugeMetricFamily(
-        "permille_queue_age_seconds", "How long the oldest job that could run has waited.", labels=("kind",)
+        "permille_queue_age_seconds", "Waiting time of the oldest job that is due, for each kind.", labels=("kind",)
     )
     for kind, seconds in found.waiting_s.items():
         waiting.add_metric((kind,), seconds)
@@ -107,7 +107,7 @@ def _families(found: Figures) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily(
         "permille_queue_age_longest_seconds",
-        "How long the oldest job of any kind that could run has waited. 0: no job waits.",
+        "Waiting time of the oldest job that is due, over all kinds. 0: no job waits.",
         longest,
     )
     yield GaugeMetricFamily("permille_blob_bytes", "Bytes of all blobs of artifacts.", found.blob_bytes)

@@ -4,8 +4,8 @@ Endpoints raise `ApiError`, for example:
 
     raise ApiError(ProblemType.CONFLICT, "A token cannot revoke itself. Use another one.")
 
-`answer` turns every exception into a problem. The detail of a problem says what is wrong and what to do. It
-never contains a secret that a client sent, or a traceback.
+`answer` turns every exception into a problem. The detail of a problem says what is wrong and what to do. The
+detail never contains a secret that a client sent, or a traceback.
 """
 
 import errno
@@ -116,7 +116,7 @@ def problem_response(
     # The error may be gone at the next request, so no proxy may keep this answer.
     all_headers = {"Cache-Control": "no-store", **(headers or {})}
     if status == HTTPStatus.UNAUTHORIZED:
-        # RFC 9110 asks for the scheme with every 401.
+        # RFC 9110 requires the authentication scheme in every answer with 401.
         all_headers.setdefault("WWW-Authenticate", "Bearer")
     if status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
         all_headers.setdefault("Retry-After", str(RETRY_AFTER_S))
@@ -153,8 +153,8 @@ async def answer(request: Request, exc: Exception) -> Response:
         case RequestValidationError():
             return _answer_invalid(path, exc)
         case PermilleError():
-            # Of these errors, only a QuotaError says when to try again. For others, `problem_response` sets a
-            # default where one is needed.
+            # Of these errors, only a QuotaError says when to try again. For other answers with 429 or 503,
+            # `problem_response` sets `RETRY_AFTER_S`.
             headers = {"Retry-After": str(exc.retry_after_s)} if isinstance(exc, QuotaError) else None
             return problem_response(path, problem_of(exc), str(exc), headers=headers)
     if (fault := fault_of(exc)) is not None:

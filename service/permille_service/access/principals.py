@@ -36,9 +36,9 @@ from permille_service.problems import ApiError
 logger = logging.getLogger(__name__)
 RANK = {Role.WATCHER: 0, Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}
 _SEEN_EVERY = timedelta(minutes=1)
-"""Least time between two updates of the time at which a token or device was last seen.
+"""The time at which a token or device was last seen is updated at most once in this period.
 
-With an update for each request, every read would wait for the database's writer.
+If every request updated it, every read would wait for the database's writer.
 """
 
 bearer = HTTPBearer(

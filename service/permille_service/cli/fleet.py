@@ -117,7 +117,10 @@ def roll_back(
     name: Annotated[str, typer.Argument(help="Name of the release.")],
     to: Annotated[
         int | None,
-        typer.Option(help="Version to return to. Default: the newest older one that was not yanked."),
+        typer.Option(
+            help="Version to return to. Default: the newest one that is older than the current package and was "
+            "not yanked."
+        ),
     ] = None,
     alias: Annotated[str, typer.Option(help="Alias to move.")] = "stable",
     yanked: Annotated[bool, typer.Option("--yanked", help="Allow a yanked version.")] = False,

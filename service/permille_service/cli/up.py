@@ -94,7 +94,7 @@ class Supervised:
 def run(
     settings: Settings, *, with_worker: bool, port_file: Path | None, announce: Callable[[str], None]
 ) -> None:
-    """Start API and worker, keep them running until SIGINT or SIGTERM, stop them.
+    """Start API and worker, keep them running until SIGINT or SIGTERM, then stop them.
 
     Args:
         announce: a function that is called with the URL once the API answers.

@@ -301,7 +301,10 @@ def _on_devices(session: Session, package: tables.Artifact) -> Iterator[tuple[st
 
 
 def _request(session: Session, tenant_id: str, request: Mapping[str, object]) -> Facts:
-    """Return a request as lines of names and values. The id of an object that has a name becomes the name."""
+    """Return the fields of a request, each with its value.
+
+    If a value is the id of an object that has a name, the name replaces the id.
+    """
     lines = list(lines_of(request))
     names = names_of(session, tenant_id, (value for _, value in lines))
     return {

@@ -7,7 +7,7 @@ interrupted command therefore resumes when it is run again:
     train     the agent trains, and resumes an interrupted run by itself
     export    the agent writes a GGUF file or a folder, and a page that shows what changed
 
-All commands with the same model share its package. Each set of texts has a device of its own, so that a
+Commands with the same model, corpus, density and scheme share a package. Each set of texts has a device of its own, so that a
 personal model never learns from the text of another command.
 """
 
@@ -392,7 +392,7 @@ def _alone(request: Request) -> Iterator[None]:
 
 @contextmanager
 def _terminated_as_exit() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that the children are stopped."""
+    """Let SIGTERM unwind the stack, so that the child processes are stopped."""
     # Python's default ends the process at once and would leave the service and the agent running.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(Exit.INTERRUPTED)))
     try:
@@ -430,7 +430,7 @@ def _install(request: Request, programs: Programs, say: Callable[[str], None], *
         programs.agent("enroll", url, invitation)
         pulled = programs.agent("pull")
         say(f"   package of {pulled['package_bytes'] / 1e6:.1f} MB")
-    # Only the build reads the copy in float32, which is several times as large as a GGUF file.
+    # Only the build reads the model's copy in float32, which is several times as large as a GGUF file.
     shutil.rmtree(models / FOLDERS, ignore_errors=True)
 
 
@@ -590,7 +590,7 @@ def _can_chat(model: Path) -> bool:
 
 def _result(status: dict[str, Any]) -> dict[str, Any]:
     """Return the run of the model in use, and its losses, from the device's status."""
-    # Not of the last run, which may have been rejected.
+    # The last run may have been rejected, so do not take its losses.
     active = status["active"]
     names = ("loss_base", "loss_personal", "general_loss_base", "general_loss_personal", "personal_bytes")
     return {"run": active["run"], **{name: active["metrics"].get(name) for name in names}}

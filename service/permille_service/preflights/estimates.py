@@ -1,9 +1,9 @@
 """Estimates of the memory, disk and time that a job needs, and measurements of what this machine has.
 
 The needs are computed from the model's config alone. No file of the model is read. They are upper bounds,
-which serve to refuse hopeless jobs early and not to predict exact figures. They assume what workers do:
-weights are in float32, sequences are processed one at a time, only one tensor has a gradient at a time, and
-the backward pass computes activations again (checkpointing).
+which serve to refuse hopeless jobs early and not to predict exact figures. They assume what workers do. Unless
+a function below says otherwise, weights are in float32, sequences are processed one at a time, only one tensor
+has a gradient at a time, and the backward pass computes activations again (checkpointing).
 
 The free memory takes the limit of the control group into account. The speed of the machine is not measured:
 it comes from the settings, or is assumed from the number of cores.
@@ -24,7 +24,9 @@ from permille.schemas.sparsifications import Recovery, SparsificationCreate
 from permille_service.settings import Settings
 
 FLOAT_BYTES = 4
-FLOPS_A_CORE = 8e9  # float32 matrix products on a modest core; the setting `flops_per_s` replaces it
+# Speed of float32 matrix products on a modest core. The speed of a machine is this number times its cores, unless
+# the setting `flops_per_s` is given.
+FLOPS_A_CORE = 8e9
 MAX_JOB_S = 7 * 86_400.0  # preflight refuses a longer job
 _TOKENS_A_PASS = 1024  # tokens of one forward pass in the fine-tuning of adapters
 PROCESS_BYTES = 400 * 1024 * 1024  # the interpreter and torch, before any weight is loaded
@@ -35,13 +37,15 @@ FORWARD_FLOPS = 2
 # A mask job with much work is split into shards (`permille.sensitivity.scores`). These are the number of
 # sequences in a shard, and the maximum number of shards.
 SHARD_SEQUENCES, MOST_SHARDS = 16, 64
-# auto-round, with the arguments that `permille.quantization.rounding` uses: steps for each decoder layer,
-# sequences in a step, copies of the model, and hidden vectors held in memory for each token of the text and
-# for each token of a step.
-ROUNDING_STEPS, ROUNDING_BATCH = 200, 8
-ROUNDING_COPIES, ROUNDING_CACHES, ROUNDING_VECTORS = 4, 4, 64
-# Export of a program: copies of the model in float32, and seconds to trace the graph of a decoder layer.
-EXPORT_COPIES, EXPORT_LAYER_S = 6, 20
+# auto-round, with the arguments that `permille.quantization.rounding` gives it:
+ROUNDING_STEPS = 200  # steps for each decoder layer
+ROUNDING_BATCH = 8  # sequences in a step
+ROUNDING_COPIES = 4  # copies of the model in memory
+ROUNDING_CACHES = 4  # hidden vectors in memory for each token of the text
+ROUNDING_VECTORS = 64  # further hidden vectors in memory for each token of a step
+# Export of a program:
+EXPORT_COPIES = 6  # copies of the model in memory, in float32
+EXPORT_LAYER_S = 20  # seconds to trace the graph of a decoder layer
 SECONDS_A_WEIGHT = 60e-9  # to read, encode and write one weight on one core
 
 
@@ -50,8 +54,8 @@ class Sizes:
     """Sizes of a model that decide the needs of a job.
 
     They are counts of weights and layers, the widths that decide the size of activations, and the highest
-    rank of each kind of adapter. Up to this rank, the adapter of each linear layer in scope is at most as
-    large as the layer.
+    rank of each kind of adapter. This is the largest rank at which the adapter of each linear layer in scope
+    trains at most as many numbers as the layer has weights.
     """
 
     parameters: int
@@ -157,8 +161,9 @@ def mask_needs(
 ) -> Needs:
     """Estimate the needs of a mask.
 
-    Scores that do not fit into `memory_bytes` are written to the disk. A job that needs more operations than
-    `split_flops` is split into shards, which also write their scores to the disk.
+    Scores that do not fit into `memory_bytes` are written to the disk. So the disk of a Fisher mask includes one
+    copy of the scores, even if they fit. A job that needs more operations than `split_flops` is split into
+    shards, and each shard writes another copy.
     """
     scores = sizes.scoped * FLOAT_BYTES
     mask_disk = round(sizes.scoped * options.density) * 2 * FLOAT_BYTES
@@ -192,7 +197,10 @@ def quantization_needs(
     flops_per_s: float,
     memory_bytes: int | None,
 ) -> Needs:
-    """Estimate the needs of a quantization. The measurement of perplexity runs the model twice in float32."""
+    """Estimate the needs of a quantization.
+
+    If it is `evaluated`, the model runs in float32 twice more, to measure the perplexity before and after.
+    """
     codes = sizes.scoped if isinstance(options, Int8) else sizes.scoped // 2
     plain = (sizes.parameters - sizes.scoped) * FLOAT_BYTES
     memory = PROCESS_BYTES + 6 * sizes.largest * FLOAT_BYTES

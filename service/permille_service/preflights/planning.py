@@ -348,7 +348,9 @@ Estimate = Callable[[Closed], float]
 def forecast_s(
     session: Session, *, tenant_id: str, kind: JobKind, estimated_s: float, estimate: Estimate
 ) -> tuple[float, int]:
-    """Forecast the seconds of a new job. Return them, and the number of past jobs that they are based on.
+    """Forecast how many seconds a new job takes.
+
+    Return the seconds, and the number of past jobs on which the forecast is based.
 
     The forecast looks at recent jobs that succeeded. For each of them, it divides the time that the job took
     by its estimate. It multiplies the estimate of the new job by the median of these ratios. `_FIXED_S` is

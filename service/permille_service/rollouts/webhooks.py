@@ -23,7 +23,7 @@ WebhookId = Annotated[str, key_of("hook")]
 
 @router.post("", status_code=201, responses=MADE_RESPONSES)
 def create_webhook(body: WebhookCreate, creating: Creating) -> WebhookSecret:
-    """Register a URL that the service calls when a rollout halts or ends.
+    """Register a URL that the workers call when a rollout halts or ends.
 
     Only this answer shows the secret.
     """

@@ -209,7 +209,7 @@ def _device_of(principal: Operator | DevicePrincipal) -> str | None:
 def _erasing(service: Service, principal: Operator | DevicePrincipal) -> Iterator[Session]:
     """Open the transaction in which a run or log is erased.
 
-    A device may erase. An operator needs the role `operator`, and the audit log gets an entry.
+    A device may erase its own runs. An operator needs the role `operator`, and the audit log gets an entry.
     """
     if isinstance(principal, DevicePrincipal):
         with service.database.write() as session:
