@@ -82,8 +82,8 @@ async def get_health(request: Request) -> Health:
 
 @router.get("/livez", dependencies=[PUBLIC])
 async def livez() -> Health:
-    """Report that the process is alive. If it does not answer, restart it. Disks and the database are not
-    checked."""
+    """Report that the process is alive. If this path does not answer, restart the process. Disks and the
+    database are not checked."""
     return Health(status="ok", version=__version__)
 
 

@@ -86,7 +86,9 @@ def _families(found: Figures) -> Iterator[Metric]:
     for labels, count in found.jobs.items():
         jobs.add_metric(labels, count)
     waiting = GaugeMetricFamily(
-        "permille_queue_age_seconds", "Waiting time of the oldest job that is due, for each kind.", labels=("kind",)
+        "permille_queue_age_seconds",
+        "Waiting time of the oldest job that is due, for each kind.",
+        labels=("kind",),
     )
     for kind, seconds in found.waiting_s.items():
         waiting.add_metric((kind,), seconds)

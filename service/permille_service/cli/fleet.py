@@ -118,8 +118,8 @@ def roll_back(
     to: Annotated[
         int | None,
         typer.Option(
-            help="Version to return to. Default: the newest one that is older than the current package and was "
-            "not yanked."
+            help="Version to return to. Default: the newest one that is older than the current package and "
+            "was not yanked."
         ),
     ] = None,
     alias: Annotated[str, typer.Option(help="Alias to move.")] = "stable",

@@ -167,7 +167,7 @@ def put_contribution(
     with service.database.write() as session:
         row = _federation(session, device, federation_id)
         is_new, job_id = contributions.accept(session, federation=row, sent=sent)
-    # The contribution that reaches the target queues the job that closes the round.
+    # If this contribution reaches the round's target, `accept` queues the job that closes the round.
     dispatch(service.dispatcher, [job_id] if job_id else [])
     response.status_code = 202 if is_new else 200
     return ContributionReceipt(round=number, digest=sent.digest)

@@ -99,8 +99,8 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
         )
     signal = signal_to_noise(target, integers, noise)
     if signal < 1:
-        # Each suggestion changes one number and keeps the others. Those beyond the service's limits are left
-        # out.
+        # Each suggestion changes one number and keeps the others. Suggestions beyond the service's limits are
+        # left out.
         affordable = max(1, int(100 * target * MEAN_NORM / math.sqrt(integers))) / 100
         dp_epsilon = dp_epsilon_of(rho_of(affordable, asked.participations), delta)
         devices = math.ceil(noise * math.sqrt(integers) / MEAN_NORM)
@@ -173,7 +173,10 @@ def _estimator(training: TrainingCreate) -> EstimatorKind:
 
 
 def _device_unit(header: LogHeader) -> int:
-    """Return the exponent of the unit of a device's integers. The unit must be small enough for its steps."""
+    """Return the exponent of the unit of a device's integers.
+
+    The unit must be small enough for the device's steps.
+    """
     if header.estimator is EstimatorKind.GRADIENT:
         return unit_exponent(header.learning_rate)
     widest = max(queries.stop - queries.start for queries, _ in header.blocks())

@@ -24,7 +24,7 @@ from permille.store.errors import NotFoundError
 from permille.store.federations import members, rounds
 
 _FEWEST = 6
-"""Least number of devices for a confidence interval.
+"""Minimum number of devices in a round whose gain gets a confidence interval.
 
 Student's t assumes gains that are nearly normally distributed. With fewer devices, the interval depends too
 much on this assumption.
@@ -113,7 +113,7 @@ def adoption_of(row: tables.Round) -> Adoption:
 def gain_low(row: tables.Round) -> float | None:
     """Return the lower end of the 95 % confidence interval of the mean gain (Student's t).
 
-    Return None if too few devices took part.
+    Return None if no gain was measured, or if too few devices took part.
     """
     devices = row.counted or 0
     if row.gain_mean is None or row.gain_error is None or devices < _FEWEST:

@@ -137,8 +137,8 @@ def finish_federation(federation_id: FederationId, service: Served, operator: Ma
         try:
             repository.drop(federation_path(row.definition_digest))
         except KeyElsewhereError as exc:
-            # The removal can wait for the key's holder. The state of the federation already tells devices that
-            # it is finished.
+            # The removal can wait for the key's holder. The state of the federation already tells devices
+            # that it is finished.
             logger.warning(
                 "%s stays listed in the metadata until a holder of the key signs its removal: %s", row.id, exc
             )
@@ -153,8 +153,8 @@ def finish_federation(federation_id: FederationId, service: Served, operator: Ma
 def create_adoption(
     federation_id: FederationId, body: AdoptionCreate, service: Served, operator: Maker
 ) -> Adoption:
-    """Choose the state that the federation had after `round` rounds. From now on, devices of the federation start
-    their training from this state. If its gain is uncertain, the request must give a reason."""
+    """Choose the state that the federation had after `round` rounds. From now on, devices of the federation
+    start their training from this state. If its gain is uncertain, the request must give a reason."""
     with changing(service, operator, body) as session:
         row = rows.lock(session, tables.Federation, tenant_id=operator.tenant_id, row_id=federation_id)
         adoption = _adoption(session, row, body.round)

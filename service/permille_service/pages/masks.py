@@ -108,8 +108,8 @@ def curve_of(report: MaskEvidence) -> Curve | None:
 
 
 def curve_at_density(report: MaskEvidence) -> float | None:
-    """Return the coverage of a mask of the same size that selects the weights with the highest scores, from
-    all tensors in scope together.
+    """Return the coverage that a mask of the same size would have if it selected the weights with the highest
+    scores, from all tensors in scope together.
 
     Return None if the report has no curve.
     """

@@ -7,8 +7,8 @@ interrupted command therefore resumes when it is run again:
     train     the agent trains, and resumes an interrupted run by itself
     export    the agent writes a GGUF file or a folder, and a page that shows what changed
 
-Commands with the same model, corpus, density and scheme share a package. Each set of texts has a device of its own, so that a
-personal model never learns from the text of another command.
+Commands with the same model, corpus, density and scheme share a package. Each set of texts has a device of
+its own, so that a personal model never learns from the text of another command.
 """
 
 import hashlib

@@ -26,7 +26,8 @@ STOP_S = 60.0
 DRAIN_S = "1"
 """Seconds that running jobs get when the service stops.
 
-They may be few, because a job that is cut off goes on from its checkpoint when the service runs again.
+This short time suffices, because a job that is cut off goes on from its checkpoint when the service runs
+again.
 """
 POLL_S = 0.1
 PERMILLE = ("-m", "permille_service.cli.main")
@@ -42,7 +43,7 @@ class Programs:
     """The command lines of operator and device, both on the data below one folder.
 
     Attributes:
-        work: holds the folder `cloud` and the home of the agent.
+        work: the folder that holds `cloud` and the home of the agent.
         home: name of the agent's home folder.
         tell: a function that gets each command, as a person would type it.
 

@@ -1,9 +1,9 @@
 """Estimates of the memory, disk and time that a job needs, and measurements of what this machine has.
 
 The needs are computed from the model's config alone. No file of the model is read. They are upper bounds,
-which serve to refuse hopeless jobs early and not to predict exact figures. They assume what workers do. Unless
-a function below says otherwise, weights are in float32, sequences are processed one at a time, only one tensor
-has a gradient at a time, and the backward pass computes activations again (checkpointing).
+which serve to refuse hopeless jobs early and not to predict exact figures. They assume what workers do.
+Unless a function below says otherwise, weights are in float32, sequences are processed one at a time, only
+one tensor has a gradient at a time, and the backward pass computes activations again (checkpointing).
 
 The free memory takes the limit of the control group into account. The speed of the machine is not measured:
 it comes from the settings, or is assumed from the number of cores.
@@ -24,8 +24,8 @@ from permille.schemas.sparsifications import Recovery, SparsificationCreate
 from permille_service.settings import Settings
 
 FLOAT_BYTES = 4
-# Speed of float32 matrix products on a modest core. The speed of a machine is this number times its cores, unless
-# the setting `flops_per_s` is given.
+# Speed of float32 matrix products on a modest core. The speed of a machine is this number times its cores,
+# unless the setting `flops_per_s` is given.
 FLOPS_A_CORE = 8e9
 MAX_JOB_S = 7 * 86_400.0  # preflight refuses a longer job
 _TOKENS_A_PASS = 1024  # tokens of one forward pass in the fine-tuning of adapters
@@ -161,9 +161,9 @@ def mask_needs(
 ) -> Needs:
     """Estimate the needs of a mask.
 
-    Scores that do not fit into `memory_bytes` are written to the disk. So the disk of a Fisher mask includes one
-    copy of the scores, even if they fit. A job that needs more operations than `split_flops` is split into
-    shards, and each shard writes another copy.
+    Scores that do not fit into `memory_bytes` are written to the disk. So the disk of a Fisher mask includes
+    one copy of the scores, even if they fit. A job that needs more operations than `split_flops` is split
+    into shards, and each shard writes another copy.
     """
     scores = sizes.scoped * FLOAT_BYTES
     mask_disk = round(sizes.scoped * options.density) * 2 * FLOAT_BYTES

@@ -22,12 +22,12 @@ WebhookArgument = Annotated[str, typer.Argument(help="The webhook's id, or the f
 RolloutArgument = Annotated[str, typer.Argument(help="The rollout's id, or the first characters of the id.")]
 
 
-webhooks = typer.Typer(no_args_is_help=True, help="URLs that the service calls when rollouts halt or end.")
+webhooks = typer.Typer(no_args_is_help=True, help="URLs that the workers call when rollouts halt or end.")
 
 
 @command(webhooks, "create")
 def create_webhook(session: Session, url: str, key: Key = None) -> Any:
-    """Register a URL that the service calls when a rollout halts or ends. Keep the secret: it is shown only
+    """Register a URL that the workers call when a rollout halts or ends. Keep the secret: it is shown only
     once.
 
     Example:
@@ -71,7 +71,7 @@ def create_group(
     ] = 0,
     key: Key = None,
 ) -> Any:
-    """Create a group of the devices that meet all conditions. Without conditions, it has all devices.
+    """Create a group of the devices that meet all conditions. Without conditions, the group has all devices.
 
     Example:
 
