@@ -71,8 +71,8 @@ def show_privacy(session: Session, federation: Federation) -> Any:
 
 @command(federations, "adopt", form=form_of(AdoptionCreate))
 def adopt(session: Session, body: dict[str, Any], federation: Federation) -> Any:
-    """Let the devices of a federation start their training from one of its states. If the gain of this state is
-    uncertain, give a reason with --reason.
+    """Let the devices of a federation start their training from one of its states. If the gain of this state
+    is uncertain, give a reason with --reason.
 
     Example:
 

@@ -435,7 +435,8 @@ def _show_alone(session: Session, name: str, version: int | None) -> None:
     if known := _others(session, name):
         _show_versions(session, known)
     session.output.say(
-        f"Version {asked} is not compared, because no earlier version exists that was not yanked."
+        f"Version {asked} is not compared, because it has no earlier version, or all earlier versions were "
+        "yanked."
     )
 
 

@@ -27,7 +27,7 @@ def create_invitation(body: InvitationCreate, creating: Creating) -> Invitation:
     tenant_id = creating.operator.tenant_id
 
     def make(session: Session) -> Invitation:
-        # The first invitation of a tenant creates its signing keys, because the invitation names their root.
+        # An invitation names the tenant's trust root, so the first one creates the tenant's TUF repository.
         repositories.ensure(creating.service, session, tenant_id)
         root = root_digest(trust.newest_root(session, tenant_id=tenant_id))
         row, code = devices.invite(session, tenant_id=tenant_id, release=body.release, alias=body.alias)
