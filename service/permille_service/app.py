@@ -121,8 +121,8 @@ def create_app(settings: Settings) -> FastAPI:
         # FastAPI's own page loads its scripts from a CDN. `console` serves the same page without one.
         docs_url=None,
         redoc_url=None,
-        # Answer a path with a wrong slash at its end with 404. A redirect would repeat the Host header, which
-        # the caller chooses.
+        # If a path lacks the slash at its end, or has one too many, answer with 404. A redirect would repeat
+        # the Host header, which the caller chooses.
         redirect_slashes=False,
         routes=_routes(),
         lifespan=_closing(service),

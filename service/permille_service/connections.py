@@ -18,8 +18,8 @@ Rules:
 - If no connection is stalled, the request on the new one is answered with 429 at the limit of its address,
   and with 503 at the total limit. Health checks are still answered.
 - A head must arrive within `header_s` seconds of the connection's start or of the last answer.
-- A body must arrive within `body_s` seconds, plus the time that its bytes take at `UPLOAD_BYTES_PER_S`. Only
-  the time in which the service reads is counted.
+- A body must arrive within `body_s` seconds, plus the time that its bytes take at `UPLOAD_BYTES_PER_S`. In
+  all, it may take `REQUEST_S` seconds. Only the time in which the service reads is counted.
 - A client that does not read its answer for `STALL_S` seconds is disconnected.
 """
 
@@ -66,7 +66,7 @@ _CROWDED = {
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files as far as the hard limit allows, and return it."""
+    """Raise the limit of open files to the hard limit, but to at most `MAX_FILES`. Return the new limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -112,8 +112,8 @@ class Connections:
     def admit(self, plain: socket.socket, host: str) -> socket.socket | None:
         """Count an accepted socket, and evict another connection if needed.
 
-        Return the counted socket. If there are already `SPARE` connections above the limit, close the socket
-        and return None.
+        Return the counted socket. If no connection can be evicted, and there are already `SPARE` connections
+        above the total limit, close the socket and return None.
         """
         key = address_key(host)
         refusal = longest = None
@@ -147,7 +147,10 @@ class Connections:
         return connection
 
     def wait(self, connection: Connection) -> None:
-        """Note that the connection waits for a head. A wait that has begun already keeps its start."""
+        """Note that the service waits for a head on this connection.
+
+        If the service waits already, the wait keeps its start.
+        """
         if connection in self._waiting:
             return
         self._owing.pop(connection, None)
@@ -201,7 +204,7 @@ class Connections:
             del self._count_of[connection.key]
 
     def _longest(self, key: str | None = None) -> Connection | None:
-        """Return the stalled connection to evict, or None.
+        """Return the stalled connection to evict, or None if no connection is stalled.
 
         Args:
             key: the address whose connections are considered. None: the address with the most stalled ones.

@@ -28,7 +28,7 @@ from permille_service.problems import UNANSWERED, ApiError
 
 REQUEST_ID: Final = "X-Request-ID"
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Methods that have a label of their own. All others share one, because labels stay in memory for ever."""
+"""Methods with a label of their own. All others share one label, since labels stay in memory for ever."""
 _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 router = APIRouter(include_in_schema=False)
 

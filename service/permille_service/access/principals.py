@@ -182,7 +182,8 @@ def check_routes(app: FastAPI) -> None:
                 )
             continue
         calls = list(_calls_of(route.dependant))
-        # Both at once is an error as well, because the other dependency would refuse callers without a token.
+        # A route with both is an error as well: `PUBLIC` admits everybody, but the other dependency refuses
+        # callers without a token.
         authenticated = any(isinstance(call, Authentication) for call in calls)
         if authenticated == (public in calls):
             raise RuntimeError(
@@ -258,7 +259,7 @@ Anyone = Annotated[Principal, Depends(Authenticated(_require_reader))]
 
 
 def note_version(service: Service, device: DevicePrincipal, version: int) -> None:
-    """Store which version the service named to a device, if it is another one than before."""
+    """Store which version the service named to a device, unless it named the same version before."""
     if device.version != version:
         _note_seen(service, partial(devices.touch, device_id=device.device_id, version=version))
 

@@ -66,7 +66,7 @@ def make_output(*, as_json: bool) -> Output:
 
 
 def print_json(answer: Any) -> None:
-    """Print one JSON document on stdout. It is ASCII, because some other characters control terminals."""
+    """Print one JSON document on stdout, in ASCII, because some other characters control terminals."""
     sys.stdout.write(json.dumps(answer, indent=2) + "\n")
 
 

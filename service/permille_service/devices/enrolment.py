@@ -79,8 +79,8 @@ def create_enrolment(
         except InvitationError as exc:
             raise ApiError(ProblemType.FORBIDDEN, str(exc)) from exc
         device = enrolment.device
-        # Look up the trust root that the invitation names in the same transaction. If it is not found, the
-        # enrolment is undone and the invitation stays valid.
+        # In the same transaction, look up the trust root that the invitation names. If there is no such root,
+        # the enrolment is undone and the invitation stays valid.
         root = trust.root_by_digest(session, tenant_id=device.tenant_id, digest=root_digest)
         if root is None:
             raise ApiError(

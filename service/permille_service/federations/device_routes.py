@@ -93,8 +93,9 @@ def delete_membership(federation_id: FederationId, service: Served, device: Call
 def create_round_invitation(
     federation_id: FederationId, service: Served, device: CallingDevice
 ) -> RoundInvitation | Response:
-    """Ask whether the calling member is invited to the open round. The service draws once for each member and
-    round, so a repeated question gets the same answer."""
+    """Ask whether the calling member is invited to the open round. A hash of round and device decides this.
+    So a repeated question gets the same answer, unless the number of members with privacy budget has
+    changed."""
     service.sign_ins.check(f"{device.device_id} rounds")
     with service.database.write() as session:
         row = _federation(session, device, federation_id)
@@ -145,7 +146,8 @@ def put_contribution(
     response: Response,
     data: Annotated[bytes, Depends(_body)],
 ) -> ContributionReceipt:
-    """Send the device's contribution to a round (FORMAT 13.2, 13.7). A device may repeat the same bytes."""
+    """Send the device's contribution to a round (FORMAT 13.2, 13.7). A device may send the same bytes
+    again."""
     with service.database.read() as session:
         row = _federation(session, device, federation_id)
         place = contributions.place_of(session, federation=row, number=number, device_id=device.device_id)

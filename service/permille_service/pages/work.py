@@ -124,7 +124,10 @@ def show_mask(mask_id: MaskId, page: ViewerPage, sort: MaskOrder = MaskOrder.LAY
 def show_packages(
     page: ViewerPage, window: Paging, against: Annotated[str | None, Query(pattern=DIGEST_PATTERN)] = None
 ) -> Response:
-    """Show packages, newest first. With `against`, each one has a link that compares it with that package."""
+    """Show packages, newest first.
+
+    With `against`, each package has a link that compares it with the package `against`.
+    """
     with page.service.database.read() as session:
         found = artifacts.list_artifacts(
             session, tenant_id=page.tenant_id, kind=JobKind.PACKAGE, window=window

@@ -363,14 +363,21 @@ def _key(model: Path, corpus: Path | None, density: float, scheme: BaseScheme) -
 
 
 def _home_of(texts: tuple[Path, ...]) -> str:
-    """Return the name of the device for these texts. It depends on their paths only, so notes may grow."""
+    """Return the name of the device for these texts.
+
+    The name depends on the paths of the texts only, so a person who adds to a text keeps the device.
+    """
     paths = "\0".join(sorted({str(path) for path in texts}))
     return f"device-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
 
 
 @contextmanager
 def _alone(request: Request) -> Iterator[None]:
-    """Lock the work folder, and check that it belongs to these inputs. Raises CommandError."""
+    """Lock the work folder for a `with` block. Check that it belongs to the inputs of the request.
+
+    Raises:
+        CommandError: the folder belongs to other inputs, or another process has locked it.
+    """
     request.work.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         with FileLock(request.work / "lock", timeout=0, mode=0o600):

@@ -386,7 +386,7 @@ def _took_s(session: Session, job: Job) -> float | None:
     """Return the seconds from the start of a job to its end, or None if a time is missing.
 
     If a part of the job has an earlier start, that start counts. The row of a job that was split into parts
-    only holds the start of its last attempt, which came after the parts.
+    holds only the start of its last attempt, which came after the parts.
     """
     first: datetime | None = session.scalar(select(func.min(Job.started_at)).where(Job.parent_id == job.id))
     started = min(filter(None, (first, job.started_at)), default=None)

@@ -275,8 +275,8 @@ def _erase(service: Service, tenant_id: str, upload_id: str | None) -> None:
 
 
 def _erase_bytes(folder: BlobFolder) -> None:
-    """Erase the bytes of an upload whose row is marked as doomed. If the bucket does not answer, a later
-    sweep erases them."""
+    """Erase the bytes of an upload that the database marks for deletion. If the bucket does not answer, a
+    later sweep erases them."""
     try:
         uploads.erase(folder)
     except PermilleError as exc:
