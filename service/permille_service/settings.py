@@ -1,8 +1,8 @@
 """Settings of the API process, validated once in `main` and passed down.
 
-Every field can come from the environment (`PERMILLE_DATA_DIR`, `PERMILLE_PORT`, ...) or from a keyword.
-No secret has a default value. The service generates the first token and its keys, and stores them in
-`private_dir` (by default, the data folder). Only their owner can read them.
+Every field can come from the environment (`PERMILLE_DATA_DIR`, `PERMILLE_PORT`, ...) or from an argument of
+`load`. No secret has a default value. The service generates the first token and its keys, and stores them in
+`private_dir` (by default, the data folder). Only the owner of these files can read them.
 """
 
 import ipaddress

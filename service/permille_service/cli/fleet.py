@@ -274,8 +274,8 @@ def verify_entries(
     digest, count, found = FIRST_DIGEST, 0, expect is None
     for entry in _entries(session):
         count += 1
-        # This finds changed entries, and entries that were removed from the middle. Only the earlier digest
-        # (`expect`) shows that entries at the end were removed.
+        # The chain of digests shows whether entries were changed, or removed from the middle. Only the
+        # earlier digest (`expect`) shows whether entries at the end were removed.
         if entry.seq != count or entry.digest_after(digest) != entry.digest:
             raise CommandError(
                 f"Entry {count} does not follow the entry with digest {digest}: somebody changed the log.",
@@ -318,7 +318,8 @@ def set_rule(session: Session, body: dict[str, Any]) -> Any:
 
 @command(retention, "apply")
 def apply_rule(session: Session, dry_run: DryRun = False) -> Any:
-    """Apply the retention rule now. This deletes at most 50 records of each kind.
+    """Apply the retention rule now. This deletes at most 50 records of each kind, so repeat it until it
+    deletes nothing.
 
     Example:
 
