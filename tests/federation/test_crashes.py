@@ -1,9 +1,14 @@
 """A short `python -m tests.federation.crashes`."""
 
+import pytest
+
+from tests.federation import crashes
 from tests.federation.crashes import measure
 
 
-def test_every_summed_vector_is_charged_once_whatever_is_killed() -> None:
+def test_every_summed_vector_is_charged_once_whatever_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # At one in a hundred, a busy machine had a run without a SIGKILL.
+    monkeypatch.setattr(crashes, "_KILLED_SHARE", 0.06)
     found = measure(trials=150, seed=7)
     assert found.trials == 150
     assert found.trials - found.after_commit > 60

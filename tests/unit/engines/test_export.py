@@ -84,7 +84,7 @@ def test_formats_that_a_package_has_no_numbers_for_are_refused(tiny: Tiny, tmp_p
         export_peft(tiny.package, None, tmp_path / "out")
     adapter = ChosenAdapter(kind=AdapterKind.LORA_FA, rank=4, alpha=8)
     package = tiny_package(tmp_path / "adapter", "llama", adapter=adapter).package
-    with pytest.raises(InputError, match=r"convert it with llama.cpp's convert_lora_to_gguf.py"):
+    with pytest.raises(InputError, match=r"with llama.cpp's convert_lora_to_gguf.py"):
         export_gguf(package, None, tmp_path / "out", kind="f16")
     with pytest.raises(InputError, match="needs a package with a mask, and this one has an adapter"):
         dual_model(package)

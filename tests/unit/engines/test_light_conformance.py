@@ -113,7 +113,7 @@ def test_int8_activations_let_small_perturbations_through(tmp_path: Path) -> Non
 @pytest.mark.parametrize("scheme", [Scheme.NF4, Scheme.INT8])
 def test_int8_activations_are_for_codes_of_four_bits(scheme: Scheme, tmp_path: Path) -> None:
     tiny = tiny_package(tmp_path, "llama", scheme)
-    with pytest.raises(InputError, match=f"need an int4 package .* this one is {scheme}"):
+    with pytest.raises(InputError, match=f"need an int4 package .* This one is {scheme}"):
         LightEngine(tiny.package, int8=True)
 
 
