@@ -21,7 +21,7 @@ from permille.federation.rounds import Round, check_together, clipped, divided
 from permille.privacy.discrete_gaussian import RandBelow, draw_noise
 from permille.privacy.masks import signed_sum
 
-_TAIL: Final = 8.0  # a Gaussian norm exceeds its typical value by 8 sigma less than once in 10**13 draws
+_TAIL: Final = 8.0  # the noise's norm exceeds sigma * (sqrt(V) + 8) less than once in 10**13 draws
 
 
 def vector_of(contribution: Contribution) -> NDArray[np.int64]:
@@ -95,7 +95,7 @@ def round_of_sum(definition: Definition, number: int, devices: int, sum_V: NDArr
             the vectors and the noise can make it. In the second case, the keeper or a device lies.
     """
     _check_possible(definition, devices, sum_V)
-    # The sum must not reveal which devices stopped early, so all count as if they did every step.
+    # Other weights would reveal how many devices stopped early, so all devices count at every step.
     weight_K = np.full(definition.steps, devices, dtype=np.int64)
     sum_KJ = sum_V[:-1].reshape(definition.steps, definition.log.queries)
     return divided(definition, number, sum_KJ, weight_K, weight_K)
@@ -104,7 +104,7 @@ def round_of_sum(definition: Definition, number: int, devices: int, sum_V: NDArr
 def _check_possible(definition: Definition, devices: int, sum_V: NDArray[np.int64]) -> None:
     """Refuse a sum whose norm exceeds the clips of its devices and the noise together.
 
-    A smaller lie goes unnoticed, but the noise hides changes of that size anyway.
+    A false sum within this bound goes unnoticed.
     """
     if definition.privacy is None or definition.clip is None:
         raise InputError("This federation has no privacy, so its sums have no noise.")

@@ -106,7 +106,7 @@ class Statistics:
 
     @classmethod
     def of_sums(cls, n: int, total: float, squares: float) -> "Statistics":
-        """Compute the moments from the sum of the values and the sum of their squares."""
+        """Compute mean and deviation from the sum of the values and the sum of their squares."""
         if n < 2:
             return cls(n=n, mean=total / max(n, 1))
         # Rounding may make the difference slightly negative.

@@ -80,9 +80,9 @@ def _sparsegpt(weight_NK: Tensor, gram_KK: Tensor, rate: float, pattern: Pattern
 
         error = w_j / [H^-1]_jj,    w_k -= error * [H^-1]_jk  for k > j
 
-    H is the Gram matrix of the columns from j on. Row j of its inverse is a multiple of row j of the upper
-    Cholesky factor of the inverse for all columns. The multiple cancels out. The score of a weight in column
-    j is `(w / d_j)^2`, where d is the diagonal of the factor.
+    H is the Gram matrix of the columns from j on. U is the upper Cholesky factor of the inverse of the whole
+    Gram matrix. From column j on, row j of U is a multiple of row j of H^-1. The multiple cancels out.
+    The score of a weight in column j is `(w / d_j)^2`, where d is the diagonal of U.
 
     If every group must have all zeros of the pattern (`full`), the weights of a group are chosen when the
     loop reaches the group. Otherwise, the weights of a whole block of columns are chosen at once. Without a

@@ -69,8 +69,8 @@ class Combination:
 
     Attributes:
         seed: the seed of all directions.
-        step_D, query_D, c_D: step, query and coefficient of each direction, int64. The sum of |c| is within
-            2**53 (FORMAT 7.3).
+        step_D, query_D, c_D: step, query and coefficient of each direction, int64. The caller checks that
+            the sum of |c| is within 2**53 (FORMAT 7.3).
 
     Raises:
         InputError: an array has another type or shape, or a coefficient is beyond 2**53.

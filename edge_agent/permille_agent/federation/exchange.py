@@ -111,7 +111,7 @@ def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, offer: Fe
 def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Exchanged:
     """Exchange with the service for all federations. The caller holds the rounds' lock.
 
-    An error of one federation is stored in its standing, and does not stop the others.
+    An error of one federation is stored in its `standing.json` and does not stop the others.
 
     Args:
         home: the home folder.

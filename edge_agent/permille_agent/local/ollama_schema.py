@@ -65,7 +65,7 @@ class NamedRequest(BaseModel):
 
 
 class GenerateForm:
-    """An answer of `/api/generate`: see `permille_agent.local.replies.Form`."""
+    """An answer of `/api/generate`, as a `permille_agent.local.replies.AnswerFormat`."""
 
     media_type = "application/x-ndjson"
 
@@ -75,11 +75,11 @@ class GenerateForm:
         self._started_ns = self._first_ns = time.monotonic_ns()
 
     def whole(self, text: str, generated: Generated) -> Mapping[str, Any]:
-        """See `Form`."""
+        """See `AnswerFormat`."""
         return self._last(text, generated)
 
     def documents(self, pieces: Iterator[str], generated: Generated) -> Iterator[Mapping[str, Any]]:
-        """See `Form`."""
+        """See `AnswerFormat`."""
         for number, piece in enumerate(pieces):
             if not number:
                 # The time until the first piece counts as the time for the prompt.
@@ -88,11 +88,11 @@ class GenerateForm:
         yield self._last("", generated)
 
     def encode(self, document: Mapping[str, Any]) -> bytes:
-        """See `Form`."""
+        """See `AnswerFormat`."""
         return json.dumps(document).encode() + b"\n"
 
     def end(self) -> bytes:
-        """See `Form`."""
+        """See `AnswerFormat`."""
         return b""
 
     def loaded(self, request: Request) -> Mapping[str, Any]:

@@ -61,7 +61,7 @@ class ChatRequest(Request):
 
 
 class CompletionForm:
-    """A completion: see `permille_agent.local.replies.Form`."""
+    """A completion, as a `permille_agent.local.replies.AnswerFormat`."""
 
     media_type = "text/event-stream; charset=utf-8"
     prefix = "cmpl"
@@ -78,7 +78,7 @@ class CompletionForm:
         }
 
     def whole(self, text: str, generated: Generated) -> Mapping[str, Any]:
-        """See `Form`."""
+        """See `AnswerFormat`."""
         choice = {"index": 0, **self._text(text), "logprobs": None, "finish_reason": generated.finish_reason}
         return {
             **self._head,
@@ -88,7 +88,7 @@ class CompletionForm:
         }
 
     def documents(self, pieces: Iterator[str], generated: Generated) -> Iterator[Mapping[str, Any]]:
-        """See `Form`."""
+        """See `AnswerFormat`."""
         yield from (self._chunk(delta, None) for delta in self._beginning())
         for piece in pieces:
             yield self._chunk(self._delta(piece), None)
@@ -97,11 +97,11 @@ class CompletionForm:
             yield {**self._head, "object": self.piece_object, "choices": [], "usage": _usage(generated)}
 
     def encode(self, document: Mapping[str, Any]) -> bytes:
-        """See `Form`."""
+        """See `AnswerFormat`."""
         return b"data: " + json.dumps(document).encode() + b"\n\n"
 
     def end(self) -> bytes:
-        """See `Form`."""
+        """See `AnswerFormat`."""
         return b"data: [DONE]\n\n"
 
     def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None) -> Mapping[str, Any]:

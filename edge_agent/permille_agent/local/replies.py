@@ -107,7 +107,7 @@ class AnswerFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A text that is being generated, and the form of its answer."""
+    """A text that is being generated, and the format of its answer."""
 
     form: AnswerFormat
     generated: Generated

@@ -58,7 +58,7 @@ def parse_conversation(text: str) -> tuple[str | None, Content]:
     """Return the group and the messages of the branch that the user saw last.
 
     Raises:
-        InputError: the text is not a conversation, or has no answer.
+        InputError: the text is too long, is not a conversation, or has no answer.
     """
     if len(text) > MAX_CONVERSATION_CHARACTERS:
         raise InputError(f"longer than {MAX_CONVERSATION_CHARACTERS} characters")

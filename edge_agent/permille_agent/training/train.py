@@ -176,7 +176,8 @@ class _Task:
         if prepared.stages:
             folder.once("learned", LearnedText, lambda: LearnedText(groups=prepared.groups))
         if self.context.share_log or self.context.share_state:
-            # The consent of the first call counts, so that a withdrawal since then stops the upload.
+            # Record the number of withdrawals at the first call. A later withdrawal raises the user's number,
+            # and the difference stops the upload.
             folder.once("consent", AgreedTo, lambda: AgreedTo(withdrawals=self.context.withdrawals))
         if (ended := folder.load("outcome", RunOutcome)) is not None:
             self._activate_again(folder)

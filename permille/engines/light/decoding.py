@@ -1,9 +1,12 @@
 """The forward pass of text generation. It keeps keys and values of earlier tokens.
 
-A single token is multiplied by the codes directly (`TokenProduct`), so no weight is unpacked to memory. The
-products are prepared once for a text. The prompt goes through dequantized tiles, as in training.
+For a single token, the kernel multiplies the codes directly and unpacks no weight to memory. If the kernel
+cannot be used, numpy dequantizes rows. The `TokenProduct` of a layer is made once for a text and used for
+every token. The prompt goes through dequantized tiles, as in training.
 
-# Legend: M new tokens, S tokens so far, A heads, B key-value heads, D numbers of a head, C masked weights.
+# Legend: M new tokens, S tokens so far, B key-value heads, D numbers of a head, V vocabulary, R target
+# positions, H hidden size, I outputs of the gate, N and K outputs and inputs of a layer, G variants (one). In
+# `value_K` and `_values_GK`, K is the number of trained values.
 """
 
 from collections.abc import Sequence
@@ -47,7 +50,7 @@ class TextPass(LossPass):
         return self._joined.position_M
 
     def next_logits(self, id_M: NDArray[np.int64]) -> Array:
-        """Return the logits [D] after these tokens. The tokens follow those of earlier calls."""
+        """Return the logits [V] after these tokens. The tokens follow those of earlier calls."""
         model = self._model
         x_1MH = model.embed(id_M, self.begin(len(id_M)))[None]
         with np.errstate(all="ignore"):
@@ -56,8 +59,8 @@ class TextPass(LossPass):
             self.length += len(id_M)
             # The last hidden state alone predicts the next token, so the head computes one row.
             last_1RH = np.ascontiguousarray(x_1MH[:, -1:])
-            logit_D: Array = model.head.logits(finish(self, model, last_1RH)[0])[0]
-        return logit_D
+            logit_V: Array = model.head.logits(finish(self, model, last_1RH)[0])[0]
+        return logit_V
 
     def linear(self, layers: Sequence[LightLinear], x_GMK: Array, outs: Sequence[Array]) -> None:
         """See `LossPass`."""

@@ -212,7 +212,7 @@ class _Parts:
             shares: the relative numbers of rows of the layers.
 
         Raises:
-            InputError: the codes cannot be divided between these rows.
+            InputError: two of these layers share a byte or a block of codes.
         """
         name = f"{path}.weight"
         weight, bias_N = self._package.quantized(name), self._vector(f"{path}.bias")
