@@ -36,10 +36,10 @@ class BucketAddress:
 
     @classmethod
     def parse(cls, text: str) -> "BucketAddress":
-        """Parse an address. Every part except the bucket is optional.
+        """Parse `s3://bucket/prefix?endpoint=https://host&region=name`. Only the bucket is required.
 
         Raises:
-            ValueError: the address has another form, or contains a user or a password.
+            ValueError: the address does not have this form, or contains a user or a password.
 
         Example:
             >>> BucketAddress.parse("s3://models/team?endpoint=https://minio.example.org").prefix
@@ -93,9 +93,9 @@ class SettingsGroup(BaseSettings):
     """A group of settings that belong together.
 
     `make settings` writes the operator's reference from these classes. There, the docstring of a group is
-    a heading, and the description of a field explains its variable. The settings of a program inherit all
-    groups that the program reads, so that variables keep short names. For example,
-    `Settings(data_dir=path).port` is PERMILLE_PORT.
+    a heading, and the description of a field explains its variable. The settings class of a program inherits
+    from the groups that the program reads. It does not nest them, because the name of a nested group would
+    be part of each variable. For example, the variable of the field `port` is PERMILLE_PORT.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
@@ -106,7 +106,8 @@ class StorageSettings(SettingsGroup):
 
     data_dir: Path | None = Field(
         default=None,
-        description="folder of the token and the keys, and of everything whose place no other setting gives",
+        description="folder of the token and the keys. Data that no other setting places elsewhere is stored "
+        "here, too",
     )
     database_url: SecretStr = Field(
         description="`postgresql+psycopg://user:password@host/name` for PostgreSQL"
@@ -189,9 +190,9 @@ class ProcessSettings(SettingsGroup):
     fisher_split_flops: float = Field(
         default=2e13,
         ge=0,
-        description="floating-point operations of a `fisher` mask above which it is split into jobs of 16 "
-        "sequences, which all workers share (the default is about forty minutes of a core). A mask of up to "
-        "16 sequences is never split. The resulting mask is the same",
+        description="a `fisher` mask that needs more floating-point operations than this is split into jobs "
+        "that all workers share. The default is about forty minutes of one core. A mask of up to 16 "
+        "sequences is never split. The resulting mask is the same",
     )
     log_format: LogFormat = Field(
         default=LogFormat.TEXT,

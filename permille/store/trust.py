@@ -65,7 +65,7 @@ def newest_root(session: Session, *, tenant_id: str) -> bytes:
 
 
 def root_by_digest(session: Session, *, tenant_id: str, digest: str) -> bytes | None:
-    """Return the root whose SHA-256 begins with the digits of an invitation, or None."""
+    """Return the root that an invitation names by its `root_digest`, or None."""
     query = select(TrustMetadata.data).where(TrustMetadata.tenant_id == tenant_id, TrustMetadata.role == ROOT)
     roots = session.scalars(query.order_by(TrustMetadata.version.desc()))
     # An invitation may be older than the newest root, so all roots are searched.

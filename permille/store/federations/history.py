@@ -29,16 +29,18 @@ class Way:
 
 
 def way_to(session: Session, federation: Federation, *, after: int, until: int) -> Way:
-    """Return the way with the fewest bytes from the state after `after` rounds to that after `until` rounds.
+    """Return a way between two states. `after` and `until` are their numbers of rounds.
 
-    It is either the records of all rounds between these two states, or a checkpoint and the records after it.
+    It is either the records of all rounds between the states, or the newest checkpoint between them and the
+    records after it. The way with fewer bytes is chosen.
 
     Raises:
         NotFoundError: fewer than `until` rounds are done, or `after` is larger than `until`.
     """
     if not after <= until <= federation.number:
         raise NotFoundError(
-            f"The history cannot go from {after} to {until} rounds: {federation.number} are done."
+            f"There is no history from {after} to {until} rounds: `until` may be at most {federation.number} "
+            "(the rounds that are done), and `after` at most `until`."
         )
     query = select(FederationCheckpoint.number, func.length(FederationCheckpoint.state)).where(
         FederationCheckpoint.federation_id == federation.id,
@@ -61,8 +63,8 @@ def newest_way(session: Session, federation: Federation) -> Way:
 
 
 def _way(session: Session, federation: Federation, begin: int, until: int, *, has_state: bool) -> Way:
-    """Return the records of the rounds `begin` to `until`. Unless the receiver has the state at `begin`, add
-    the checkpoint of this state.
+    """Return the way from the state after `begin` rounds to the state after `until` rounds. Unless the
+    receiver has the first state, add its checkpoint.
     """
     checkpoint = None
     if not has_state:

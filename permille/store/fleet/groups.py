@@ -54,7 +54,7 @@ def create(session: Session, *, tenant_id: str, name: str, rule: GroupRule) -> D
 
 
 def delete(session: Session, *, tenant_id: str, group_id: str) -> None:
-    """Remove a group that no rollout uses. Raises NotFoundError, ConflictError."""
+    """Remove a group for which no rollout was ever made. Raises NotFoundError, ConflictError."""
     row = rows.lock(session, DeviceGroup, tenant_id=tenant_id, row_id=group_id, to_remove=True)
     if session.scalar(select(Rollout.id).where(Rollout.group_id == group_id).limit(1)) is not None:
         raise ConflictError(f"A rollout was made for the group {row.name!r}, so it cannot be deleted.")
@@ -72,7 +72,7 @@ def put_facts(session: Session, *, device_id: str, facts: Facts) -> None:
     row = session.get(Device, device_id)
     if row is not None:
         row.agent_version, row.memory_bytes = facts.agent_version, facts.memory_bytes
-        # A device that has not run yet does not know its engine.
+        # A device without a training run reports no engine. Then the stored engine is kept.
         row.engine = facts.engine or row.engine
         row.own_tags = list(facts.tags)
 

@@ -32,13 +32,16 @@ class GlobalOptions:
 
     @property
     def folder(self) -> Path:
-        """The data folder: the one that the user named, or `permille` below the user's data folder."""
+        """The data folder that the user named, else `permille` in XDG_DATA_HOME or `~/.local/share`."""
         base = os.environ.get("XDG_DATA_HOME")
         return self.data_dir or (Path(base) if base else Path.home() / ".local" / "share") / "permille"
 
     @property
     def token_path(self) -> Path:
-        """The path of the service's first token. It lies in the private folder if the service has one."""
+        """The path of the service's first token.
+
+        It lies in PERMILLE_PRIVATE_DIR if the command's environment sets it, else in the data folder.
+        """
         private = os.environ.get("PERMILLE_PRIVATE_DIR")
         return (Path(private) if private else self.folder) / "operator.token"
 
@@ -72,8 +75,7 @@ def connect(context: typer.Context, *, as_json: bool) -> Iterator[Session]:
     token = place.token or _first_line(place.token_path)
     if not token:
         raise CommandError(
-            f"There is no token: {place.token_path} does not exist. Give a token with --token or "
-            "PERMILLE_TOKEN.",
+            f"No token can be read from {place.token_path}. Give a token with --token or PERMILLE_TOKEN.",
             Exit.ACCESS,
         )
     with Client(url.rstrip("/"), token, ca_file=place.ca_file) as client:

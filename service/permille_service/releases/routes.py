@@ -73,8 +73,8 @@ def compare_release(
     version: OtherVersion = None,
     against: OtherVersion = None,
 ) -> Comparison:
-    """Compare the reports of devices on two versions. By default, these are the newest version and the one
-    before it that was not yanked."""
+    """Compare the reports of devices on two versions. By default, the newest version is compared with the
+    highest lower version that was not yanked."""
     with service.database.read() as session:
         return compare(session, tenant_id=operator.tenant_id, name=name, version=version, against=against)
 
@@ -84,7 +84,7 @@ def yank_release(
     name: ReleaseName, version: VersionNumber, body: ReleaseYank, service: Served, operator: Maker
 ) -> ReleaseYanked:
     """Withdraw a version for good. Devices no longer install it. Devices that have installed it keep it until
-    their alias points at another version. To go back, publish the older package as a new version."""
+    their alias points at another version. To give devices an older package, publish it as a new version."""
 
     def withdraw(session: Session, repository: Repository) -> ReleaseYanked:
         row = releases.yank(

@@ -90,7 +90,7 @@ def create_group(
 
 add_list(groups, "groups", _GROUPS)
 add_show(groups, "groups")
-add_deletion(groups, "groups", "delete", "Remove a group that no rollout uses.")
+add_deletion(groups, "groups", "delete", "Remove a group for which no rollout was ever made.")
 
 
 @command(groups, "tag")

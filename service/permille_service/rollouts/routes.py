@@ -65,7 +65,7 @@ def get_group(group_id: GroupId, service: Served, operator: Viewer) -> DeviceGro
 
 @router.delete("/groups/{group_id}", status_code=204, responses=documented(ProblemType.CONFLICT))
 def delete_group(group_id: GroupId, service: Served, operator: Maker) -> None:
-    """Delete a group. If a rollout uses the group, the request is refused."""
+    """Delete a group. If a rollout was ever made for the group, the request is refused."""
     with changing(service, operator) as session:
         groups.delete(session, tenant_id=operator.tenant_id, group_id=group_id)
 

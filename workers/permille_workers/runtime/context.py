@@ -49,8 +49,8 @@ class Progress:
 
     There is at most one report in a second, but the start of a new phase is always reported.
 
-    The estimate uses the pace since the first report of this attempt. Work that an earlier attempt has done
-    therefore does not count.
+    The estimate uses the pace since the report with the lowest fraction in this attempt, usually the first
+    one. Work that an earlier attempt has done therefore does not count.
     """
 
     def __init__(self, db: Database, claim: Claim, *, clock: Clock = time.monotonic) -> None:
@@ -68,11 +68,11 @@ class Progress:
         """Report the fraction of the job that is done, and what it does now.
 
         Raises:
-            JobCancelledError: the job was cancelled.
-            StaleClaimError: another attempt has begun.
+            JobCancelledError: the job was cancelled, or another part of the same job has failed.
+            StaleClaimError: another attempt has begun, or the job has ended.
         """
         at = self._clock()
-        # If the fraction falls, the work has started again, so the pace is measured from here.
+        # A fraction below the first one means that the work has started again. Measure the pace from here.
         if self._first is None or fraction < self._first[1]:
             self._first = self._risen = (at, fraction)
         elif self._risen is None or fraction > self._risen[1]:
@@ -90,7 +90,7 @@ class Progress:
             raise JobCancelledError(self._claim.job_id)
 
     def _eta_s(self, at: float, fraction: float) -> float | None:
-        """Estimate the remaining time from the pace until the fraction last rose.
+        """Estimate the remaining time. The pace is measured up to the last report that raised the fraction.
 
         Reports with an unchanged fraction therefore do not change the pace.
         """

@@ -2,8 +2,8 @@
 
 The package holds the codes, the values of the selected weights, the model's files, and a reference. The
 reference has rows of public text and answers of the base model. With its rows, a device keeps a trained model
-close to the base model, and measures what the training costs on general text. Before the row of the package
-is written, the package is read and verified in the same way as on a device.
+close to the base model, and measures what the training costs on general text. Before the package is recorded
+in the database, it is read and verified in the same way as on a device.
 """
 
 from typing import cast
@@ -40,7 +40,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
 
     Raises:
         InputError: the parts come from different models or weights.
-        PackageError: a stored part is damaged, or a package may not hold one of the model's files.
+        PackageError: a stored part is damaged, or one of the model's files is not allowed in a package.
     """
     quantization = context.artifact(JobKind.QUANTIZATION, request.quantization_id)
     mask_row = None if request.mask_id is None else context.artifact(JobKind.MASK, request.mask_id)
@@ -54,7 +54,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
                 f"not from {model.provenance}."
             )
     chosen = _adapter(request) if mask_row is None else _mask(context, mask_row)
-    context.progress(0.2, "writing what is trained")
+    context.progress(0.2, "writing the layers")
     coded: QuantizationCreate = parse_request(JobKind.QUANTIZATION, quantization.request)
     manifest = write_layers(
         context.blobs,
