@@ -86,7 +86,7 @@ def test_without_a_state_of_its_own_a_device_runs_the_pooled_one(device: Device)
     status = Status(device.home)
     assert status.document()["active"] == {
         "package": device.package.digest, "run": None, "personal": False, "pooled": True,
-        "trains": device.package.manifest.trains,
+        "trains": device.package.manifest.trains, "metrics": None,
     }  # fmt: skip
     assert dict(status._rows())["active"] == "the pooled model"
 

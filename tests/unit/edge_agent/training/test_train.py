@@ -152,7 +152,7 @@ def test_a_run_that_ended_is_told_again_not_computed_again(device: Device) -> No
 
 def test_nothing_installed_and_unusable_paths_are_refused(tmp_path: Path) -> None:
     home = permille_agent.state.home.open_home(tmp_path / "home")
-    with pytest.raises(OperatorError, match="permille-agent pull"):
+    with pytest.raises(OperatorError, match="permille-agent enroll"):
         train_quickly(home, [tmp_path])
     home, _ = home_with_package(tmp_path / "home")
     with pytest.raises(InputError, match=r"There is no file or folder "):
