@@ -27,7 +27,7 @@ _TRAINING_BYTES: Final = 75_000_000
 
 
 class Ran(StrEnum):
-    """What was tested of a model: its config alone, or its real weights.
+    """Extent of the tests of a model: only its config, or its real weights.
 
     In addition, tests compare a small random model of every family with transformers.
     """

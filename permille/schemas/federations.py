@@ -331,7 +331,7 @@ class RoundRequest(Closed):
 
 
 class RoundInvitation(Closed):
-    """What a device needs to take part in the open round."""
+    """Data with which a device takes part in the open round."""
 
     round: Count
     seconds_left: Annotated[float, Field(ge=0)] = Field(

@@ -28,7 +28,7 @@ exceed it by a few (at most `UPLOADS_WAITING`).
 
 
 class Downloads(StrEnum):
-    """Who sends the bytes of a package to a device: the API, nginx (`accel`), or the bucket (`redirect`)."""
+    """Sender of a package's bytes to a device: the API, nginx (`accel`), or the bucket (`redirect`)."""
 
     SERVE = "serve"
     ACCEL = "accel"

@@ -36,7 +36,7 @@ Again = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What the command line adds to the description of a kind of job.
+    """Additions of the command line to the description of a kind of job.
 
     Attributes:
         columns: the columns of its table, as dotted names of fields.

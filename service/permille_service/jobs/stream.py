@@ -23,7 +23,7 @@ from permille_service.jobs.records import present_event
 POLL_S = 0.5
 HEARTBEAT_S = 15.0
 MAX_STREAMS, MAX_STREAMS_PER_TOKEN = 200, 10
-"""How many event streams may be open at a time: of all callers together, and of one operator token."""
+"""Largest numbers of open event streams: of all callers together, and of one operator token."""
 
 
 class EventStream(StreamingResponse):

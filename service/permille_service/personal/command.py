@@ -214,7 +214,8 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
     say(f"   to talk to it: {agent_line(programs.device, use)}")
     if request.out.suffix == ".gguf":
         file = _modelfile(request.out)
-        say(f"   to load it into Ollama: ollama create {file.stem} --file {shlex.quote(str(file))}")
+        name, path = shlex.quote(file.stem), shlex.quote(str(file))
+        say(f"   to load it into Ollama: ollama create {name} --file {path}")
     say(f"   to serve it as OpenAI and Ollama do: {agent_line(programs.device, 'serve')}")
     return {**answer, "page": page, "out": str(request.out), "work": str(request.work)}
 
@@ -432,13 +433,13 @@ def _install(request: Request, programs: Programs, say: Callable[[str], None], *
         if not programs.permille("releases", "list"):
             say(f"   Finding the model's sensitive weights with {corpus}. This takes some minutes.")
             _build(request, programs, quiet=quiet)
+        # Only the build reads the model's copy in float32, which is several times as large as a GGUF file.
+        shutil.rmtree(models / FOLDERS, ignore_errors=True)
         invitation = programs.permille("invitations", "create", "--release", NAME)["invitation"]
         shutil.rmtree(programs.device, ignore_errors=True)
         programs.agent("enroll", url, invitation)
         pulled = programs.agent("pull")
         say(f"   package of {pulled['package_bytes'] / 1e6:.1f} MB")
-    # Only the build reads the model's copy in float32, which is several times as large as a GGUF file.
-    shutil.rmtree(models / FOLDERS, ignore_errors=True)
 
 
 def _build(request: Request, programs: Programs, *, quiet: bool) -> None:

@@ -60,7 +60,7 @@ class SourceModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Which sequences to draw from a corpus: their number, length and seed, and how many to skip first."""
+    """Choice of sequences from a corpus: their number, length and seed, and how many to skip first."""
 
     number: int
     length: int
