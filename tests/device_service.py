@@ -348,12 +348,14 @@ class _Handler(BaseHTTPRequestHandler):
         for start in range(0, end, 4096):
             if fault.slow:
                 time.sleep(fault.slow)
+            piece = part[start : min(start + 4096, end)]
+            # Count before the write: a test reads this as soon as the client has the last byte.
+            self.service.blob_bytes_sent += len(piece)
             try:
-                self.wfile.write(part[start : min(start + 4096, end)])
+                self.wfile.write(piece)
             except OSError:
                 self.close_connection = True
                 return
-            self.service.blob_bytes_sent += min(start + 4096, end) - start
         if fault.cut_after is not None:
             self.wfile.flush()
             self.connection.shutdown(socket.SHUT_RDWR)
