@@ -60,7 +60,7 @@ class _Noting:
         self.traffic: list[bytes] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def noted() -> Message:
+        async def receive_and_record() -> Message:
             message = await receive()
             self.traffic.append(message.get("body", b""))
             return message
@@ -68,7 +68,7 @@ class _Noting:
         headers = b"\r\n".join(b": ".join(header) for header in scope["headers"])
         path = f"{scope['method']} {scope['path']}?".encode() + scope["query_string"]
         self.traffic.append(path + b"\r\n" + headers)
-        await self._app(scope, noted, send)
+        await self._app(scope, receive_and_record, send)
 
 
 @contextmanager

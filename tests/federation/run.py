@@ -410,14 +410,14 @@ def enrolled(run: Run, folder: Path, installed: Home, count: int, pool: ThreadPo
         path.write_text("\n\n".join(sentences(TEXT_SENTENCES, seed=number)))
         texts.append(path)
 
-    def one(number: int) -> Device:
+    def make_device(number: int) -> Device:
         device = Device.make(number, folder / "homes" / str(number), texts[number % TEXTS], installed)
         body = {"release": "tiny", "alias": "stable"}
         answer = run.site.call("POST", "/v1/invitations", body, expected=201).json()
         device.enrol(run.site.url, answer["invitation"], NAME)
         return device
 
-    return list(pool.map(one, range(count)))
+    return list(pool.map(make_device, range(count)))
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def test_a_mask_may_be_of_a_part_of_the_weights(stocked: Api, scope: str) -> Non
 
 
 def test_a_preflights_time_is_that_of_past_jobs_of_its_kind(stocked: Api) -> None:
-    def asked(kind: str, **body: Any) -> dict[str, Any]:
+    def time_figure(kind: str, **body: Any) -> dict[str, Any]:
         request = {"model_id": model_id, **body}
         figures = stocked.post("/v1/preflights", {"kind": kind, "request": request}).json()["figures"]
         found: dict[str, Any] = next(one for one in figures if one["name"] == "time")
@@ -112,7 +112,7 @@ def test_a_preflights_time_is_that_of_past_jobs_of_its_kind(stocked: Api) -> Non
 
     job = add_mask(stocked)
     model_id = stocked.get("/v1/models").json()["items"][0]["id"]
-    before = asked("mask", **MASK)
+    before = time_figure("mask", **MASK)
     assert before["needed"] < 1
     assert "no past job of this kind" in before["explanation"]
     with stocked.service.database.write() as session:
@@ -120,11 +120,11 @@ def test_a_preflights_time_is_that_of_past_jobs_of_its_kind(stocked: Api) -> Non
         row.state, row.started_at = "succeeded", row.created_at
         row.ended_at = row.created_at + timedelta(seconds=27)
 
-    found = asked("mask", **MASK)
+    found = time_figure("mask", **MASK)
 
     assert found["needed"] == pytest.approx(27, rel=0.01)
     assert found["explanation"] == "corrected by the times of 1 past jobs of kind mask"
-    assert asked("quantization")["needed"] < 1, "a job of another kind tells nothing"
+    assert time_figure("quantization")["needed"] < 1, "a job of another kind tells nothing"
 
 
 def test_same_key_is_the_same_job_and_another_body_a_conflict(stocked: Api) -> None:

@@ -8,11 +8,18 @@ import torch
 
 from permille.pruning.plan import RecoveryPlan
 from permille.pruning.recovery import recover
-from permille_lab.sparse.adapters import AdapterKind, PoolingAdapter, allocate, attach, change_norms, merge
+from permille_lab.sparse.adapters import (
+    PoolingAdapter,
+    RecoveryAdapter,
+    allocate,
+    attach,
+    change_norms,
+    merge,
+)
 from tests.unit.pruning.test_recovery import ROWS_NT, logits, names, pruned_model
 
 
-def recovered(kind: AdapterKind, *, masked: bool) -> Any:
+def recovered(kind: RecoveryAdapter, *, masked: bool) -> Any:
     """Return a pruned model after 24 steps of recovery."""
     model = pruned_model()
     trained = attach(model, dict.fromkeys(names(model), 3), kind, masked=masked, seed=1)
@@ -42,8 +49,8 @@ def test_numbers_follow_the_loss_and_are_squares() -> None:
     assert allocate({"a": 1.0, "b": 0.0}, shapes, 10.0) == {"a": 4, "b": 1}
 
 
-@pytest.mark.parametrize("kind", AdapterKind)
-def test_merging_a_masked_adapter_computes_as_before_and_keeps_zeros(kind: AdapterKind) -> None:
+@pytest.mark.parametrize("kind", RecoveryAdapter)
+def test_merging_a_masked_adapter_computes_as_before_and_keeps_zeros(kind: RecoveryAdapter) -> None:
     model = recovered(kind, masked=True)
     before = logits(model)
     merge(model)
@@ -57,8 +64,8 @@ def test_merging_a_masked_adapter_computes_as_before_and_keeps_zeros(kind: Adapt
         assert bool((weight[~zeros] != pruned.get_parameter(name)[~zeros]).any())
 
 
-@pytest.mark.parametrize("kind", AdapterKind)
-def test_a_dense_adapter_is_masked_when_it_is_merged(kind: AdapterKind) -> None:
+@pytest.mark.parametrize("kind", RecoveryAdapter)
+def test_a_dense_adapter_is_masked_when_it_is_merged(kind: RecoveryAdapter) -> None:
     model = recovered(kind, masked=False)
     before = logits(model)
     kept, pruned = change_norms(model)

@@ -285,7 +285,7 @@ def enrolled(site: Site, folder: Path, installed: Home, count: int, pool: Thread
     text = folder / "text.txt"
     text.write_text("what a user wrote\n")
 
-    def one(number: int) -> Device:
+    def make_device(number: int) -> Device:
         home = open_home(folder / "homes" / str(number))
         for path in installed.blobs.rglob("*"):
             if path.is_file():
@@ -304,7 +304,7 @@ def enrolled(site: Site, folder: Path, installed: Home, count: int, pool: Thread
 
     # The next device of the thread needs the connection, too.
     with patch.object(Connection, "close", lambda _: None):
-        return list(pool.map(one, range(count)))
+        return list(pool.map(make_device, range(count)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

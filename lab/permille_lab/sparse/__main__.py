@@ -32,7 +32,7 @@ from permille.quantization.perplexity import perplexity
 from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
 from permille_lab.measuring.model_packages import Sources, sources_from_environment
 from permille_lab.quantization.__main__ import texts
-from permille_lab.sparse.adapters import AdapterKind
+from permille_lab.sparse.adapters import RecoveryAdapter
 from permille_lab.sparse.rounds import IterativePlan, IterativeText, iterate
 from permille_lab.sparse.ways import (
     ABLATED,
@@ -182,7 +182,7 @@ def measured(
 def tuned(cells: Cells, sources: Sources, case: Case, work: Path) -> Rates:
     """Return the best of the tried rates for each kind of adapter, by the loss on the selection windows."""
     best = {}
-    for kind, way in ((AdapterKind.LORA, Way.WANDA), (AdapterKind.POOLING, Way.WANDA_POOLING)):
+    for kind, way in ((RecoveryAdapter.LORA, Way.WANDA), (RecoveryAdapter.POOLING, Way.WANDA_POOLING)):
         found: dict[float, float] = {}
         for rate in case.tried:
             plan = plan_of(way, ABLATED, TUNING_SEED, Rates(lora=rate, pooling=rate))
@@ -196,7 +196,7 @@ def tuned(cells: Cells, sources: Sources, case: Case, work: Path) -> Rates:
             settings = {"model": case.model, "adapter": kind.value, "rate": rate, "steps": case.searched}
             found[rate] = cells.once(TUNING, settings, measure)["rounds"][-1]["loss"][1]
         best[kind] = min(found, key=lambda rate: found[rate])
-    return Rates(lora=best[AdapterKind.LORA], pooling=best[AdapterKind.POOLING])
+    return Rates(lora=best[RecoveryAdapter.LORA], pooling=best[RecoveryAdapter.POOLING])
 
 
 def settings_of(case: Case, target: str, way: Way, seed: int) -> Settings:

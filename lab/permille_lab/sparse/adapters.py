@@ -24,8 +24,8 @@ from torch.nn.utils import parametrize
 from permille.pruning.recovery import LoraAdapter
 
 
-class AdapterKind(StrEnum):
-    """The kind of adapter beside a linear."""
+class RecoveryAdapter(StrEnum):
+    """Kind of adapter beside a linear while a sparse model recovers."""
 
     LORA = "lora"
     POOLING = "pooling"
@@ -83,7 +83,7 @@ def allocate(
 
 
 def attach(
-    model: nn.Module, sizes: Mapping[str, int], kind: AdapterKind, *, masked: bool, seed: int
+    model: nn.Module, sizes: Mapping[str, int], kind: RecoveryAdapter, *, masked: bool, seed: int
 ) -> list[nn.Parameter]:
     """Attach an adapter to each of these weights, freeze everything else, and return the trained parameters.
 
@@ -99,7 +99,9 @@ def attach(
         linear = _linear(model, name)
         shape = (linear.out_features, linear.in_features)
         adapter = (
-            LoraAdapter(shape, size, generator) if kind is AdapterKind.LORA else PoolingAdapter(shape, size)
+            LoraAdapter(shape, size, generator)
+            if kind is RecoveryAdapter.LORA
+            else PoolingAdapter(shape, size)
         ).to(linear.weight.device)
         parametrize.register_parametrization(linear, "weight", Adapted(adapter, masked=masked))
         found.extend(adapter.parameters())

@@ -47,7 +47,7 @@ from permille.pruning.streaming import (
     write_weight,
 )
 from permille.quantization.perplexity import perplexity
-from permille_lab.sparse.adapters import AdapterKind, allocate, attach, change_norms, merge
+from permille_lab.sparse.adapters import RecoveryAdapter, allocate, attach, change_norms, merge
 from permille_lab.sparse.rates import SPREAD, cubic_rate, importance, layer_rates, similarities
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class IterativePlan:
     method: PruningMethod = PruningMethod.WANDA
     pattern: Pattern | None = None
     rounds: int = 10
-    adapter: AdapterKind = AdapterKind.POOLING
+    adapter: RecoveryAdapter = RecoveryAdapter.POOLING
     rank: int = 8
     by_loss: bool = True
     masked: bool = True
@@ -285,7 +285,7 @@ class _Round:
     def _sizes(self, linears: tuple[LinearReport, ...]) -> dict[str, int]:
         """Return the rank, or the number of groups, of each linear's adapter."""
         shapes = dict(scoped_tensors(self.source.config))
-        if self.plan.adapter is AdapterKind.LORA:
+        if self.plan.adapter is RecoveryAdapter.LORA:
             return {name: min(self.plan.rank, *shape) for name, shape in shapes.items()}
         losses = dict.fromkeys(shapes, 1.0)
         if self.plan.by_loss and linears:

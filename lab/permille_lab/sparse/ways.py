@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from permille.pruning.plan import Pattern, PruningMethod, RecoveryPlan
-from permille_lab.sparse.adapters import AdapterKind
+from permille_lab.sparse.adapters import RecoveryAdapter
 from permille_lab.sparse.rounds import IterativePlan
 
 STEPS = 48
@@ -63,9 +63,9 @@ class Rates:
     lora: float
     pooling: float
 
-    def of(self, kind: AdapterKind) -> float:
+    def of(self, kind: RecoveryAdapter) -> float:
         """Return the rate for one kind of adapter."""
-        return self.lora if kind is AdapterKind.LORA else self.pooling
+        return self.lora if kind is RecoveryAdapter.LORA else self.pooling
 
 
 def target_of(text: str) -> tuple[float, Pattern | None]:
@@ -95,7 +95,7 @@ def plan_of(way: Way, target: str, seed: int, rates: Rates) -> IterativePlan:
         l2=L2,
     )
     if way in ONE_SHOT:
-        kind = AdapterKind.POOLING if way is Way.WANDA_POOLING else AdapterKind.LORA
+        kind = RecoveryAdapter.POOLING if way is Way.WANDA_POOLING else RecoveryAdapter.LORA
         plan = replace(plan, method=ONE_SHOT[way], adapter=kind, rounds=1, by_loss=False, spread=0.0)
         plan = replace(plan, masked=way is not Way.WANDA_DENSE, l2=0.0)
     match way:
@@ -108,7 +108,7 @@ def plan_of(way: Way, target: str, seed: int, rates: Rates) -> IterativePlan:
         case Way.EQUAL_ROUNDS:
             plan = replace(plan, rounds=4, longer=1)
         case Way.LORA:
-            plan = replace(plan, adapter=AdapterKind.LORA)
+            plan = replace(plan, adapter=RecoveryAdapter.LORA)
         case Way.DENSE:
             plan = replace(plan, masked=False)
         case Way.UNIFORM:

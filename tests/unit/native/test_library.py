@@ -228,11 +228,11 @@ def test_make_builds_again_what_was_deleted(tmp_path: Path) -> None:
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1_000_000 + age, 1_000_000 + age))
 
-    def asked(target: str) -> str:
+    def dry_run(target: str) -> str:
         command = ["make", "--no-print-directory", "-n", target]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
-    assert "native.build" not in asked(".venv/.native")
-    assert f"permille/native/{LIBRARY_NAME}" in asked("clean")
+    assert "native.build" not in dry_run(".venv/.native")
+    assert f"permille/native/{LIBRARY_NAME}" in dry_run("clean")
     (tmp_path / "permille" / "native" / LIBRARY_NAME).unlink()
-    assert "native.build" in asked(".venv/.native")
+    assert "native.build" in dry_run(".venv/.native")

@@ -216,7 +216,7 @@ def test_operators_and_devices_at_once_wait_for_nobody_in_a_circle(
     site = Site(db, tenant_id, target=8)
     site.invite_all()
 
-    def noted(change: Callable[[Any, Federation], Any]) -> None:
+    def change_federation(change: Callable[[Any, Federation], Any]) -> None:
         """Make an operator's change. It locks the federation first, and the tenant's audit log last."""
         with db.write() as session:
             row = rows.lock(session, tables.Federation, tenant_id=tenant_id, row_id=site.id)
@@ -237,9 +237,9 @@ def test_operators_and_devices_at_once_wait_for_nobody_in_a_circle(
     def pause(_: Any, row: Federation) -> None:
         definitions.pause(row)
 
-    calls += [partial(noted, pause), partial(noted, definitions.start)] * 3
+    calls += [partial(change_federation, pause), partial(change_federation, definitions.start)] * 3
     at_once(*calls, partial(rounds.sweep, db))
-    noted(definitions.finish)
+    change_federation(definitions.finish)
     assert site.round().state in ("closing", "void")
     with db.read() as session:
         assert len(audit.entries_after(session, tenant_id=tenant_id, seq=0, limit=50)) == 7

@@ -48,12 +48,12 @@ def test_a_part_may_be_claimed_while_its_parent_is_stopped(
     with ThreadPoolExecutor(1) as pool:
         stop = Meanwhile(db, pool, lambda session: claims.fail(session, held, error=error, retryable=False))
 
-        def noted(session: Session, job: Job, at: datetime) -> None:
+        def note_and_stop(session: Session, job: Job, at: datetime) -> None:
             if job.id == quantization.id:  # the job's row is locked, the tenant's row is not yet locked
                 stop.begin()
             note(session, job, at)
 
-        monkeypatch.setattr(transitions, "_note_turn", noted)
+        monkeypatch.setattr(transitions, "_note_turn", note_and_stop)
         second = take(db, quantization.id)
         stop.end()
     assert second is not None

@@ -72,7 +72,7 @@ def test_varint_bytes(number: int, expected: str) -> None:
     assert encode_varints(zigzag(np.array([number], dtype=np.int64))).hex() == expected
 
 
-def one(*coefficients: int, step: int = 0, flags: StepFlag = StepFlag.NONE) -> list[StepRecord]:
+def one_step(*coefficients: int, step: int = 0, flags: StepFlag = StepFlag.NONE) -> list[StepRecord]:
     return [StepRecord(step=step, coefficients=coefficients, loss=0.0, flags=flags)]
 
 
@@ -82,12 +82,12 @@ WIDE = {"queries": 1024}
 @pytest.mark.parametrize(
     ("changes", "records", "message"),
     [
-        ({}, one(1, 2, step=1), "expected"),
-        ({}, one(1), "expected"),
-        ({}, one(1, 2**31), "expected"),
-        ({}, one(-(2**31), 1), "expected"),
-        ({}, one(1, 2, flags=StepFlag.REJECTED), "expected"),
-        ({}, one(1, 2, flags=StepFlag(4)), "expected"),
+        ({}, one_step(1, 2, step=1), "expected"),
+        ({}, one_step(1), "expected"),
+        ({}, one_step(1, 2**31), "expected"),
+        ({}, one_step(-(2**31), 1), "expected"),
+        ({}, one_step(1, 2, flags=StepFlag.REJECTED), "expected"),
+        ({}, one_step(1, 2, flags=StepFlag(4)), "expected"),
         ({"total_steps": 3}, make_records(random_rows(4)), "at most 3 steps"),
         (WIDE, make_records([[2**31 - 1] * 1024] * 4097), r"2\*\*53"),
     ],

@@ -17,7 +17,7 @@ from tests.unit.federation.federations import KEY, make_contributions, make_defi
 DEFINITION = make_definition()
 
 
-def told(definition: Definition, rounds: int, *, seed: int = 0) -> tuple[History, list[Round]]:
+def make_history(definition: Definition, rounds: int, *, seed: int = 0) -> tuple[History, list[Round]]:
     """Return a federation's history of `rounds` rounds, and the rounds."""
     history, made = History.begin(definition), []
     for number in range(rounds):
@@ -46,7 +46,7 @@ def follow(membership: Membership, history: History, rounds: Sequence[Round]) ->
 
 def test_a_device_follows_round_by_round_and_after_a_restart(membership: Membership) -> None:
     for number in range(4):
-        history, rounds = told(DEFINITION, number)
+        history, rounds = make_history(DEFINITION, number)
         found = follow(membership, history, rounds)
         kept = load_history(membership, DEFINITION)
         for each in (found, kept):
@@ -55,7 +55,7 @@ def test_a_device_follows_round_by_round_and_after_a_restart(membership: Members
 
 
 def test_nothing_is_fetched_where_nothing_is_new(membership: Membership) -> None:
-    history, rounds = told(DEFINITION, 2)
+    history, rounds = make_history(DEFINITION, 2)
     follow(membership, history, rounds)
 
     def fetch(_after: int, _limit_bytes: int) -> bytes:
@@ -65,18 +65,18 @@ def test_nothing_is_fetched_where_nothing_is_new(membership: Membership) -> None
 
 
 def test_another_history_is_refused_however_long_it_is_and_what_is_held_stays(membership: Membership) -> None:
-    history, rounds = told(DEFINITION, 3)
+    history, rounds = make_history(DEFINITION, 3)
     follow(membership, history, rounds)
     for length in (2, 4, 6):
-        other, others = told(DEFINITION, length, seed=100)
+        other, others = make_history(DEFINITION, length, seed=100)
         with pytest.raises(PackageError, match="round-chain"):
             follow(membership, other, others)
-    longer, more = told(DEFINITION, 5)
+    longer, more = make_history(DEFINITION, 5)
     assert follow(membership, longer, more).digest == longer.digest
 
 
 def test_a_damaged_file_is_told_and_what_is_signed_comes_again(membership: Membership) -> None:
-    history, rounds = told(DEFINITION, 3)
+    history, rounds = make_history(DEFINITION, 3)
     follow(membership, history, rounds)
     data = membership.history.read_bytes()
     for place in range(0, len(data), max(1, len(data) // 40)):
@@ -88,7 +88,7 @@ def test_a_damaged_file_is_told_and_what_is_signed_comes_again(membership: Membe
 
 
 def test_a_head_that_another_key_signed_is_refused(membership: Membership, tmp_path: Path) -> None:
-    history, rounds = told(DEFINITION, 1)
+    history, rounds = make_history(DEFINITION, 1)
     data = segment(history, rounds)
     with pytest.raises(PackageError, match="round-signature"):
         update_history(membership, DEFINITION, 1, lambda *_: data[:-1] + bytes([data[-1] ^ 1]))

@@ -66,7 +66,7 @@ class Device:
         return pull(self.home, self.api, self.enrolment, now_s=self.now_s).release.version
 
     @property
-    def told(self) -> list[dict[str, object]]:
+    def rollout_reports(self) -> list[dict[str, object]]:
         return self.service.rollout_reports
 
 
@@ -100,15 +100,15 @@ def trials_fail(code: str) -> Iterator[None]:
 def test_a_device_of_an_open_wave_takes_the_version_and_says_so(device: Device) -> None:
     device.service.offer(OFFER)
     assert device.pull() == 2
-    assert device.told == [{}, {"installed": True, "code": "ok"}], "there is no text to train on"
+    assert device.rollout_reports == [{}, {"installed": True, "code": "ok"}], "there is no text to train on"
     assert device.pull() == 2
-    assert len(device.told) == 2, "it is told once"
+    assert len(device.rollout_reports) == 2, "it is reported once"
 
 
 def test_a_device_whose_wave_is_closed_keeps_what_it_has(device: Device) -> None:
     place = place_of(OFFER.rollout, device.enrolment.device_id)
     device.service.offer(replace(OFFER, places=place))
-    assert (device.pull(), device.told) == (1, [])
+    assert (device.pull(), device.rollout_reports) == (1, [])
     device.service.offer(replace(OFFER, places=place + 1))
     assert device.pull() == 2
 
@@ -118,7 +118,7 @@ def test_a_device_begins_only_in_a_maintenance_window(device: Device) -> None:
     later = (datetime.fromtimestamp(device.now_s, UTC).hour + 12) % 24
     window = Window(cron=f"0 {later} * * *", minutes=60, zone="UTC")
     device.service.offer(replace(OFFER, window=window))
-    assert (device.pull(), device.told) == (1, [])
+    assert (device.pull(), device.rollout_reports) == (1, [])
     device.service.offer(replace(OFFER, window=replace(window, minutes=1440)))
     assert device.pull() == 2
 
@@ -138,7 +138,7 @@ def test_nothing_but_a_running_rollout_to_its_group_makes_it_begin(
     device: Device, change: dict[str, object]
 ) -> None:
     device.service.offer(replace(OFFER, **change))  # type: ignore[arg-type]
-    assert (device.pull(), device.told) == (1, [])
+    assert (device.pull(), device.rollout_reports) == (1, [])
 
 
 def test_a_halt_leaves_the_version_where_it_is_and_a_revert_takes_it_back(
@@ -205,8 +205,8 @@ def test_failures_are_tried_again_later_and_end_with_the_version_of_before(devic
                 device.pull()
             assert device.pull() == 1, "it waits"
             device.now_s += FIRST_PAUSE_S * 2**attempt + 1
-    assert device.told == [{}, {"code": "crash", "damage": "package-trial"}]
-    assert (device.pull(), len(device.told)) == (1, 2)
+    assert device.rollout_reports == [{}, {"code": "crash", "damage": "package-trial"}]
+    assert (device.pull(), len(device.rollout_reports)) == (1, 2)
 
 
 @pytest.mark.parametrize("jump_s", [-3600, 3600, -31_536_000])
@@ -245,7 +245,7 @@ def test_a_report_that_did_not_arrive_goes_with_the_next_poll(device: Device) ->
     device.service.faults.clear()
     assert device.pull() == 2
     finish(device.home, ReportCode.OK)
-    assert device.told[-1] == {"installed": True, "code": "ok"}
+    assert device.rollout_reports[-1] == {"installed": True, "code": "ok"}
 
 
 def test_a_wave_that_the_service_closed_meanwhile_ends_the_part(device: Device) -> None:
@@ -260,10 +260,10 @@ def test_the_owner_may_tell_one_bit_in_place_of_the_number(device: Device, tmp_p
     add_references(device.home, [user_text(tmp_path, 3)])
     device.home.policy.write_text('report_loss = "bit"\n')
     assert device.pull() == 2
-    assert device.told[-1] == {"installed": True}, "training is to come"
+    assert device.rollout_reports[-1] == {"installed": True}, "training is to come"
     finish(device.home, ReportCode.OK, 0.4)
     device.pull()
-    assert device.told[-1] == {"installed": True, "code": "ok", "worse": True}
+    assert device.rollout_reports[-1] == {"installed": True, "code": "ok", "worse": True}
     device.home.policy.unlink()
     part = read_standing(device.home).part
     assert part is not None and part.difference == 0.25, "it is clipped"
@@ -276,7 +276,7 @@ def test_facts_are_told_once(device: Device) -> None:
     device.home.policy.write_text('tags = ["canary"]\n')
     device.pull()
     device.pull()
-    assert [told["tags"] for told in device.service.facts] == [[], ["canary"]]
+    assert [facts["tags"] for facts in device.service.facts] == [[], ["canary"]]
 
 
 def test_the_retrained_model_is_compared_with_the_one_before(tmp_path: Path) -> None:
