@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from permille.errors import OperatorError, PermilleError
 from permille.plain_text import printable
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})", re.ASCII)
 _FIELDS: Final = "%(asctime)s %(levelname)s %(name)s %(message)s %(request_id)s %(job_id)s"
-# Messages may quote text of strangers. Replace control characters, so that such a text cannot forge a second
-# log line or send codes to a terminal.
+# Messages and tracebacks may quote text of strangers. Replace control characters, so that such a text cannot
+# forge a second log line or send codes to a terminal.
 _PLAIN: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\t")}
 _PLAIN[ord("\n")] = "\n    "
 _QUIET: Final = ("alembic", "botocore", "opentelemetry", "tuf")
@@ -265,6 +265,10 @@ class _TextFormatter(logging.Formatter):
         """Format the message without control characters."""
         record.message = printable(record.message.translate(_PLAIN))
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's own name
+        """Format a traceback without control characters. Its lines are indented."""
+        return "    " + printable(super().formatException(ei).translate(_PLAIN))
 
 
 def _json_formatter() -> logging.Formatter:

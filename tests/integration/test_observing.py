@@ -108,6 +108,19 @@ def test_a_message_is_no_second_line_of_the_log() -> None:
     assert second == "    2026-11-23 root ERROR forged\\x0d\\x1b[2J"
 
 
+def test_the_message_of_an_exception_is_no_line_of_the_log() -> None:
+    code = (
+        "import logging; from permille import telemetry; telemetry.configure_logging('text')\n"
+        "try: raise ValueError('weight\\n2026-11-23 root ERROR forged\\x1b[2J')\n"
+        "except ValueError: logging.exception('failed')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, *others = done.stderr.splitlines()
+    assert first.endswith("root ERROR failed")
+    assert others[0] == "    Traceback (most recent call last):"
+    assert others[-2:] == ["    ValueError: weight", "    2026-11-23 root ERROR forged\\x1b[2J"]
+
+
 def test_a_damaged_traceparent_is_none() -> None:
     assert str(Trace.parse(PARENT)) == PARENT
     for wrong in (
