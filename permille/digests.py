@@ -1,7 +1,7 @@
 """Digests, and the canonical JSON that is hashed to name a value (FORMAT 1).
 
 Canonical JSON has keys sorted by code point, no spaces, unescaped UTF-8, integers of 64 bits and no floats.
-Fields that are not integers are written as strings.
+Real numbers are written as strings.
 """
 
 import hashlib

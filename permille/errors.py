@@ -16,7 +16,7 @@ class PackageError(PermilleError):
     """A package, release or log is invalid. Reject it and keep what you have.
 
     Attributes:
-        code: the stable name of the rule that was broken, listed in `FORMAT.md`.
+        code: the stable name of the rule that was broken. `FORMAT.md` lists the codes of the formats.
     """
 
     def __init__(self, code: str, message: str) -> None:

@@ -16,8 +16,7 @@ from permille.quantization.types import QuantizedTensor, Scheme
 
 BLOCK_SIZE = 64
 
-# The table of bitsandbytes. It is written out, because bitsandbytes' own formula gives other last digits
-# today.
+# The table of bitsandbytes, from its source. Its formula needs scipy, and gives these digits only in float32.
 NF4_CODES: NDArray[np.float32] = np.array(
     [
         -1.0,

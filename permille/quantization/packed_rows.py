@@ -24,7 +24,7 @@ _UNSIGNED_CODES = np.arange(16, dtype=np.float32)
 
 
 class Form(IntEnum):
-    """Meaning of a code before it is scaled. The numbers are those of `src/weights.inc`."""
+    """Meaning of a code before it is scaled. The numbers are those of `native/src/weights.inc`."""
 
     SHARED = 0  # an index into a table of 16 numbers
     BYTES = 1  # an integer in a byte

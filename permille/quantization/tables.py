@@ -27,14 +27,14 @@ def code_table(table: RawTensor) -> RawTensor:
     if table.dtype == Q8_0 or columns % Q8_0_WEIGHTS:
         return table
     out_NR = np.empty((rows, columns // Q8_0_WEIGHTS * Q8_0_BYTES), np.uint8)
-    item_bytes = table.data.size // rows
+    row_bytes = table.data.size // rows
     for first in range(0, rows, _CHUNK_ROWS):
         count = min(_CHUNK_ROWS, rows - first)
         part = RawTensor(
             name=table.name,
             dtype=table.dtype,
             shape=(count, columns),
-            data=table.data[first * item_bytes : (first + count) * item_bytes],
+            data=table.data[first * row_bytes : (first + count) * row_bytes],
         )
         w_BS = part.float32().reshape(-1, Q8_0_WEIGHTS)
         if not np.isfinite(w_BS).all():

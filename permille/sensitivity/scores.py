@@ -5,8 +5,7 @@ are summed in shards of sequences, and the sums of the shards are added in their
 module needs neither torch nor a model.
 
 The file is safetensors with float32 tensors [N, K] in tensor_id order (FORMAT 4.1), so any safetensors
-library reads it. Every mask is made from scores: with the same file, every machine selects the same
-weights.
+library reads it. With the same file, every machine selects the same weights.
 """
 
 import math
