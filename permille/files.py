@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
 from typing import Final
 
@@ -65,12 +65,21 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     Raises:
         OSError: the file system failed. `path` is unchanged.
     """
+    write_atomic_parts(path, (data,), mode=mode)
+
+
+def write_atomic_parts(path: Path, parts: Iterable[bytes], *, mode: int = 0o644) -> None:
+    """Replace a file as `write_atomic` does, with content that comes in parts.
+
+    Raises:
+        OSError: the file system failed. `path` is unchanged.
+    """
     # The temporary file is in the same folder, because a rename is atomic only within one file system.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            file.writelines(parts)
             file.flush()
             os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.files import fsync_folder
+from permille.files import write_atomic_parts
 from permille.package.blobs import BlobFolder
 from permille.package.safetensors_io import SafetensorsFile
 from permille.tensors import release, safetensors_header
@@ -107,20 +107,8 @@ def _unnamed_file(folder: Path) -> BinaryIO:
 
 
 def save_scores(path: Path, scores: Scores) -> None:
-    """Write the scores to a file atomically: to a temporary file, which is renamed when it is durable."""
-    # Use the same folder, because a rename is atomic only within a file system.
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    temporary = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines(_file_parts(scores))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_folder(path.parent)
+    """Write the scores to a file atomically and durably."""
+    write_atomic_parts(path, _file_parts(scores), mode=0o600)
 
 
 def put_scores(blobs: BlobFolder, scores: Scores) -> str:
