@@ -2,8 +2,7 @@
 
 Replay needs only the header and the coefficients of the steps. The package is needed only to turn the
 state into weights. The header is canonical JSON: sorted keys, no spaces, real numbers as C99 hexadecimal
-strings, the seed as 16 hexadecimal digits. So a header has exactly one byte form, and its digest identifies
-the run.
+strings, the seed as 16 hexadecimal digits. So a header has exactly one byte form.
 
 To add an estimator or a kind of direction, add a member to its enum. If it needs more fields, put them
 into a record of their own, like `BlockSplit`. The record is null in the headers of all other kinds.
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from permille.choices import EstimatorKind, choice_of
-from permille.digests import canonical_json, digest_of, is_digest
+from permille.digests import canonical_json, is_digest
 from permille.errors import InputError, PackageError
 from permille.zo.lattice import check_step_unit_exponent
 from permille.zo.philox import GENERATOR, GENERATOR_VERSION
@@ -191,11 +190,6 @@ class LogHeader:
     def k(self) -> int:
         """Number of masked weights."""
         return sum(self.counts)
-
-    @property
-    def digest(self) -> str:
-        """Return the digest of the header's canonical bytes."""
-        return digest_of(self.to_bytes())
 
     @property
     def sigma(self) -> float:
