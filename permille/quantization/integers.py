@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.quantization.source import check_weight, packed_rows
-from permille.quantization.types import QuantizedTensor, Scheme
+from permille.quantization.source import check_finite, check_weight, pack, row_chunks
+from permille.quantization.types import QuantizedTensor, Scheme, bits_of, packed_size
 
 GROUP_SIZES = {Scheme.INT4: (32, 128), Scheme.INT8: (128,)}
 _MOST = {Scheme.INT4: 7, Scheme.INT8: 127}
@@ -43,14 +43,17 @@ def quantize(
     check_weight(w_NK, name)
     rows, columns = w_NK.shape
     scale_NG = np.empty((rows, -(-columns // group_size)), np.float32)
-
+    bits = bits_of(scheme)
+    packed = np.empty(packed_size(bits, (rows, columns)), np.uint8)
     # Work in chunks of rows, because temporaries as large as the largest weight may not fit into memory.
-    def code(chunk: slice) -> NDArray[np.uint8]:
-        scale_NG[chunk] = _scales(w_NK[chunk], _MOST[scheme], group_size)
-        codes = _codes(w_NK[chunk], scale_NG[chunk], _MOST[scheme], group_size)
-        return codes.view(np.uint8) if scheme is Scheme.INT8 else (codes + np.int8(8)).view(np.uint8)
-
-    packed = packed_rows(w_NK, code, name=name, bits=8 if scheme is Scheme.INT8 else 4)
+    for start, stop in row_chunks(rows, columns):
+        w_RK = w_NK[start:stop]
+        check_finite(w_RK, start * columns, name)
+        scale_NG[start:stop] = _scales(w_RK, _MOST[scheme], group_size)
+        codes = _codes(w_RK, scale_NG[start:stop], _MOST[scheme], group_size).reshape(-1)
+        data = codes.view(np.uint8) if bits == 8 else pack((codes + np.int8(8)).view(np.uint8))
+        first = start * columns * bits // 8
+        packed[first : first + data.size] = data
     return QuantizedTensor(
         scheme=scheme, shape=(rows, columns), group_size=group_size, packed=packed, scales=scale_NG
     )

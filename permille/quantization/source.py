@@ -1,7 +1,5 @@
 """Checks and helpers that all schemes share: validation, packing of codes, and chunks of rows."""
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -69,28 +67,6 @@ def row_chunks(rows: int, columns: int) -> list[tuple[int, int]]:
     """Cut rows into ranges of an even number of rows, so that no byte belongs to two ranges."""
     step = max(2, CHUNK_WEIGHTS // columns // 2 * 2)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-def packed_rows(
-    w_NK: NDArray[np.float32], code: Callable[[slice], NDArray[np.uint8]], *, name: str, bits: int = 4
-) -> NDArray[np.uint8]:
-    """Pack the codes of all rows, chunk by chunk.
-
-    Args:
-        code: returns the codes of a range of rows, whose weights are finite.
-
-    Raises:
-        InputError: a weight is NaN or infinite.
-    """
-    rows, columns = w_NK.shape
-    packed = np.empty((rows * columns * bits + 7) // 8, np.uint8)
-    for start, stop in row_chunks(rows, columns):
-        check_finite(w_NK[start:stop], start * columns, name)
-        codes = code(slice(start, stop)).reshape(-1)
-        data = pack(codes) if bits == 4 else codes
-        first = start * columns * bits // 8
-        packed[first : first + data.size] = data
-    return packed
 
 
 def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
