@@ -46,18 +46,13 @@ class Scores(Mapping[str, NDArray[np.float32]]):
         """Divide `flat` into the scores of single tensors, without a copy.
 
         Args:
+            flat: float32, of the size that the shapes add up to.
             file: the open file without a name that `flat` maps, or None if `flat` is in memory. The file also
                 has the header, so `put_scores` can store it as it is.
-
-        Raises:
-            InputError: `flat` is not float32 of the size that the shapes add up to.
         """
         self.shapes = tuple(shapes)
         self.flat = flat
         self.file = file
-        size = sum(math.prod(shape) for _, shape in self.shapes)
-        if flat.shape != (size,) or flat.dtype != np.float32:
-            raise InputError(f"expected {size} float32 scores, got {flat.dtype} {flat.shape}")
         self._views: dict[str, NDArray[np.float32]] = {}
         start = 0
         for name, shape in self.shapes:

@@ -175,9 +175,6 @@ def directions_of(header: LogHeader, step: int) -> NDArray[np.int8]:
 
     Divided by `header.sigma` they have unit variance. A direction of one block is 0 outside that block
     (FORMAT 6.3, 6.5 and 6.6).
-
-    Raises:
-        InputError: a number does not fit its counter word.
     """
     z_QK = np.zeros((header.queries, header.k), dtype=np.int8)
     if header.directions is DirectionKind.GROUPS:

@@ -127,7 +127,6 @@ GRADIENT = make_header(**kind_fields(EstimatorKind.GRADIENT))
         lambda: lattice.add_scaled(S, 1, Z[:3]),
         lambda: lattice.add_scaled(np.zeros(8, np.int64)[::2], 1, Z),
         lambda: Combination(seed=1, step_D=S[:1], query_D=S, c_D=S),
-        lambda: Combination(seed=1, step_D=S, query_D=S, c_D=S + 2**60),
         lambda: group_sums(GRADIENT, np.zeros((2, GRADIENT.queries + 1), np.int64)),
         lambda: group_sums(GRADIENT, np.zeros((2, GRADIENT.queries), np.int32)),
     ],
