@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from permille.choices import Embeddings, MaskMethod, choice_of
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
@@ -170,7 +173,8 @@ def build_package(
         embeddings: the storage of the embedding and the head: "q8_0" or "source".
 
     Raises:
-        InputError: the model's family is not supported, or the scheme does not fit the model.
+        InputError: the model's family is not supported, the scheme does not fit the model, or the
+            text is too short.
         OSError: a file cannot be written.
     """
     _check_model(model)
@@ -178,35 +182,42 @@ def build_package(
         raise InputError(f"Pass a mask from `permille.sensitivity_mask`, not {type(trained).__name__}.")
     if Path(folder).expanduser().is_file():
         raise InputError(f"{folder} is a file. Name a folder.")
+    checkpoint = Checkpoint(model.folder)
+    # Read the texts first, because quantizing a large model takes minutes.
+    text_NT = None if texts is None else _reference_rows(checkpoint, texts)
     blobs = BlobFolder(Path(folder).expanduser())
     blobs.root.mkdir(parents=True, exist_ok=True)
     digest = pack_model(
         blobs,
-        Checkpoint(model.folder),
+        checkpoint,
         trained,
         choice_of(Scheme, scheme, "a scheme"),
         embeddings=choice_of(Embeddings, embeddings, "embeddings"),
     )
-    return _with_reference(Package.open(blobs, digest), model, texts)
+    return _with_reference(Package.open(blobs, digest), model, text_NT)
 
 
-def _with_reference(package: Package, model: Model, texts: Iterable[str] | None) -> Package:
-    import numpy as np
-
+def _reference_rows(checkpoint: Checkpoint, texts: Iterable[str]) -> NDArray[np.int64]:
     from permille.corpora.sequences import token_sequences
-    from permille.models.loading import FileChat, FileTokenizer
-    from permille.training.reference import REFERENCE_SEED, TEXT_ROWS, TEXT_TOKENS, make_reference
+    from permille.models.loading import FileTokenizer
+    from permille.training.reference import REFERENCE_SEED, TEXT_ROWS, TEXT_TOKENS
+
+    # A small model may not accept rows of the usual length.
+    length = min(TEXT_TOKENS, int(checkpoint.config.get("max_position_embeddings") or TEXT_TOKENS))
+    tokenizer = FileTokenizer(checkpoint.folder)
+    # Use a fixed seed, so that the same texts give the same package.
+    return token_sequences(tokenizer, _checked(texts), TEXT_ROWS, length, REFERENCE_SEED)
+
+
+def _with_reference(package: Package, model: Model, text_NT: NDArray[np.int64] | None) -> Package:
+    from permille.models.loading import FileChat
+    from permille.training.reference import TEXT_TOKENS, make_reference
 
     chat = FileChat.find(model.folder)
-    text_NT = np.empty((0, TEXT_TOKENS), np.int64)
-    if texts is not None:
-        # A small model may not accept rows of the usual length.
-        length = min(TEXT_TOKENS, int(package.config.get("max_position_embeddings") or TEXT_TOKENS))
-        tokenizer = FileTokenizer(model.folder)
-        # Use a fixed seed, so that the same texts give the same package.
-        text_NT = token_sequences(tokenizer, _checked(texts), TEXT_ROWS, length, REFERENCE_SEED)
-    if chat is None and texts is None:
+    if chat is None and text_NT is None:
         return package
+    if text_NT is None:
+        text_NT = np.empty((0, TEXT_TOKENS), np.int64)
     manifest = make_reference(package, text_NT=text_NT, chat=chat, made={})
     return Package.open(package.blobs, write_manifest(package.blobs, manifest))
 

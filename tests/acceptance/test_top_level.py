@@ -114,6 +114,14 @@ def test_mistakes_are_told(call: object, words: str) -> None:
         call()  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("texts", "words"), [("one text", "a list of"), (["short"], "Ask for fewer")])
+def test_texts_are_refused_before_anything_is_quantized(texts: list[str], words: str, tmp_path: Path) -> None:
+    mask = permille.ChosenMask(indices={}, method="random", density=0.1)
+    with pytest.raises(InputError, match=words):
+        permille.build_package(permille.load_model(MODEL), mask, tmp_path / "packages", texts=texts)
+    assert not (tmp_path / "packages").exists()
+
+
 def test_mistakes_with_a_package_are_told(package: Package, tmp_path: Path) -> None:
     personal = permille.Personalizer(package, tmp_path / "home")
     assert repr(package) == f"Package({package.digest}, k={package.k}, size_bytes={package.size_bytes})"
