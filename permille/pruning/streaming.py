@@ -112,8 +112,8 @@ def prune_model(
         progress: called with the decoder layers done and their total.
 
     Raises:
-        InputError: the plan does not fit the model, the model already has the zeros of the plan, or weights
-            or losses are not finite.
+        InputError: the plan does not fit the model, the model already has the zeros of the plan, weights,
+            inputs or losses are not finite, or SparseGPT needs more calibration text.
         OSError: the file system failed.
     """
     plan.check(source.config)
@@ -225,6 +225,11 @@ class _Walk:
         plan, full_name = self.plan, f"{layer.prefix}.{name}"
         parameter = layer.module.get_parameter(name)
         weight_NK = parameter.data.clone()
+        if not bool(torch.isfinite(weight_NK).all() and torch.isfinite(gram_KK.diagonal()).all()):
+            raise InputError(
+                f"{full_name} has weights, or inputs on the calibration text, that are NaN or infinite. The "
+                "model may be damaged: download it again."
+            )
         pruned_NK = prune_linear(weight_NK, gram_KK, plan.method, plan.rate(layer.index), plan.pattern)
         pruned_NK = write_weight(
             self.source, self.target, full_name, pruned_NK, updated=plan.method is PruningMethod.SPARSEGPT

@@ -135,12 +135,6 @@ def test_a_pattern_of_another_form_is_refused(text: str) -> None:
         Pattern.parse(text)
 
 
-def test_weights_that_are_no_numbers_are_refused(weight_NK: NDArray[np.float32]) -> None:
-    weight_NK[0, 0] = np.nan
-    with pytest.raises(InputError, match="are not finite"):
-        _pruned(weight_NK, np.eye(_COLUMNS, dtype=np.float32), PruningMethod.WANDA, 0.5)
-
-
 def _pruned(
     weight_NK: NDArray[np.float32],
     gram_KK: NDArray[np.float32],

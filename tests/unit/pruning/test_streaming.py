@@ -118,6 +118,15 @@ def test_a_model_that_is_as_sparse_already_is_refused(tmp_path: Path, pattern: P
     assert more.rate == pytest.approx(0.75, abs=0.02)
 
 
+def test_a_weight_that_is_no_number_is_refused_with_its_name(tmp_path: Path) -> None:
+    name, folder = "model.layers.1.mlp.up_proj.weight", write_model(tmp_path / "source", config=_CONFIG)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InputError, match=f"{name} has weights"):
+        prune_model(Checkpoint(folder), tmp_path / "target", _TEXT, _plan(PruningMethod.WANDA))
+
+
 def _plan(method: PruningMethod, pattern: Pattern | None = None, rate: float = 0.5) -> PruningPlan:
     return PruningPlan(method=method, rates=rate, pattern=pattern)
 
