@@ -5,28 +5,26 @@ This module is separate from `sources`, because the API imports `sources`, and a
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from permille.choices import StreamedDataset
 from permille.corpora.sources import BadRow, ReadReport, checked_text
-from permille.errors import InputError, RetryableError
+from permille.errors import RetryableError
 
 # Repository, configuration and commit. The commit is fixed, because a changed dataset would give another
 # mask.
 _STREAMS = {StreamedDataset.C4: ("allenai/c4", "en", "1588ec454efa1a09f29cd18ddd04fe05fc8653a2")}
 
 
-def streamed_texts(dataset: StreamedDataset, split: str, report: ReadReport) -> Iterator[str]:
+def streamed_texts(
+    dataset: StreamedDataset, split: Literal["train", "validation"], report: ReadReport
+) -> Iterator[str]:
     """Yield the usable texts of an allowed dataset, in the order in which its host sends them.
 
     Raises:
-        InputError: the dataset is not allowed, the split is not train or validation, or too many rows are
-            broken.
+        InputError: too many rows are broken.
         RetryableError: the host cannot be reached.
     """
-    if dataset not in _STREAMS or split not in ("train", "validation"):
-        raise InputError(
-            f"Only the splits train and validation of c4 can be streamed, not {split!r} of {dataset!r}."
-        )
     for row in _open_stream(dataset, split):
         report.rows += 1
         text = checked_text(row.get("text"))
