@@ -51,8 +51,8 @@ def rounded_int4(
         sequences_QT: calibration text, [Q, T] token ids.
 
     Raises:
-        InputError: auto-round is not installed, did not change one of the weights, or made a weight that is
-            not the product of a code and a scale.
+        InputError: auto-round did not change one of the weights, or made a weight that is not the product
+            of a code and a scale.
     """
     tuned = _tuned(model, names, sequences_QT, iterations)
     return {
@@ -146,12 +146,7 @@ def _library() -> tuple[Any, Any]:
     auto-round requires a tokenizer even if it is given token ids. The tokenizer made here has no padding
     token, because auto-round would mask a padding token out of the text.
     """
-    try:
-        from auto_round import AutoRound
-    except ImportError as exc:
-        raise InputError(
-            'auto-round is not installed. Install it with: pip install "permille[workers]"'
-        ) from exc
+    from auto_round import AutoRound
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
