@@ -111,9 +111,9 @@ def _template(file: bytes | None, config: Mapping[str, Any]) -> str | None:
         except UnicodeDecodeError as exc:
             raise PackageError("chat-template", "The chat template is not UTF-8. Save it in UTF-8.") from exc
     elif isinstance(template, list):
-        # Some models have several templates with names. Take the one named "default".
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        # Some models have several named templates. Take the last one named "default", as transformers does.
+        named = (entry for entry in reversed(template) if isinstance(entry, dict))
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     if not isinstance(template, str):
         return None
     if len(template) > MAX_TEMPLATE_CHARACTERS:

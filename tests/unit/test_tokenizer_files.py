@@ -51,6 +51,11 @@ def test_a_template_stands_in_its_own_file_or_in_the_configuration(template: obj
     assert both.template == "own"
 
 
+@pytest.mark.parametrize("template", [3, ["x"], [{"name": ["default"], "template": "x"}], [{"name": "rag"}]])
+def test_a_template_of_another_form_is_ignored(template: object) -> None:
+    assert read(tokenizer_config_json={"chat_template": template}).template is None
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
