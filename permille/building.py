@@ -116,7 +116,8 @@ def sensitivity_mask(
         sum(len(indices) for indices in mask.indices.values())   # weights that training may change
 
     The score of a weight is the mean of its squared gradient over sequences ("Zeroth-order
-    fine-tuning of LLMs with extreme sparsity", section 3). Only linear layers are scored.
+    fine-tuning of LLMs with extreme sparsity", section 3). Only linear layers are scored. Weights
+    that are 0 are not chosen.
 
     Args:
         model: a model from `load_model`.
@@ -140,9 +141,10 @@ def sensitivity_mask(
         loading.FileTokenizer(model.folder), _checked(texts), sequences, tokens, seed
     )
     scores = fisher_scores(loading.load_model(model.folder), sequences_NT)
-    return ChosenMask(
-        indices=select_mask(scores, MaskMethod.FISHER, density), method=MaskMethod.FISHER, density=density
-    )
+    # Zeros of a sparse model stay zeros, as in the service's masks.
+    weights = Checkpoint(model.folder).weights()
+    indices = select_mask(scores, MaskMethod.FISHER, density, weights=weights)
+    return ChosenMask(indices=indices, method=MaskMethod.FISHER, density=density)
 
 
 def build_package(

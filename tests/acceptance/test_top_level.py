@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 import permille
 from permille.errors import InputError
+from permille.models.checkpoint import Checkpoint
+from permille.models.families import scoped_tensors
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 
@@ -90,6 +94,17 @@ def test_a_model_of_transformers_passes_in_and_out(tmp_path: Path, texts: list[s
     ]
     assert both[0].manifest.tensors == both[1].manifest.tensors
     assert (both[0].values() == both[1].values()).all()
+
+
+def test_the_mask_of_a_sparse_model_leaves_its_zeros(tmp_path: Path, texts: list[str]) -> None:
+    sparse = shutil.copytree(MODEL, tmp_path / "sparse")
+    tensors = load_file(sparse / "model.safetensors")
+    for name, _ in scoped_tensors(Checkpoint(sparse).config):
+        tensors[name][:, ::2] = 0
+    save_file(tensors, sparse / "model.safetensors", metadata={"format": "pt"})
+    mask = permille.sensitivity_mask(permille.load_model(sparse), texts, sequences=2, tokens=16, density=0.1)
+    weights = Checkpoint(sparse).weights()
+    assert all(weights[name].reshape(-1)[chosen].all() for name, chosen in mask.indices.items())
 
 
 @pytest.mark.parametrize(
