@@ -124,7 +124,7 @@ def sensitivity_mask(
         texts: public text, not the user's, with at least `sequences * tokens` tokens.
         density: the share of weights to choose in each linear layer, above 0 and at most 1.
         sequences: the number of sequences to score.
-        tokens: the length of each sequence.
+        tokens: the length of each sequence, but at most as many tokens as the model has positions.
         seed: the seed of the choice of sequences.
 
     Raises:
@@ -137,13 +137,14 @@ def sensitivity_mask(
     from permille.sensitivity.masks import count, select_mask
 
     count(density, 1)  # refuses a wrong density before scoring, which takes minutes
+    checkpoint = Checkpoint(model.folder)
+    length = _length(checkpoint, tokens)
     sequences_NT = token_sequences(
-        loading.FileTokenizer(model.folder), _checked(texts), sequences, tokens, seed
+        loading.FileTokenizer(model.folder), _checked(texts), sequences, length, seed
     )
     scores = fisher_scores(loading.load_model(model.folder), sequences_NT)
     # Zeros of a sparse model stay zeros, as in the service's masks.
-    weights = Checkpoint(model.folder).weights()
-    indices = select_mask(scores, MaskMethod.FISHER, density, weights=weights)
+    indices = select_mask(scores, MaskMethod.FISHER, density, weights=checkpoint.weights())
     return ChosenMask(indices=indices, method=MaskMethod.FISHER, density=density)
 
 
@@ -204,11 +205,15 @@ def _reference_rows(checkpoint: Checkpoint, texts: Iterable[str]) -> NDArray[np.
     from permille.models.loading import FileTokenizer
     from permille.training.reference import REFERENCE_SEED, TEXT_ROWS, TEXT_TOKENS
 
-    # A small model may not accept rows of the usual length.
-    length = min(TEXT_TOKENS, int(checkpoint.config.get("max_position_embeddings") or TEXT_TOKENS))
+    length = _length(checkpoint, TEXT_TOKENS)
     tokenizer = FileTokenizer(checkpoint.folder)
     # Use a fixed seed, so that the same texts give the same package.
     return token_sequences(tokenizer, _checked(texts), TEXT_ROWS, length, REFERENCE_SEED)
+
+
+def _length(checkpoint: Checkpoint, tokens: int) -> int:
+    """Return a length of sequences that the model accepts: `tokens`, or its number of positions."""
+    return min(tokens, int(checkpoint.config.get("max_position_embeddings") or tokens))
 
 
 def _with_reference(package: Package, model: Model, text_NT: NDArray[np.int64] | None) -> Package:

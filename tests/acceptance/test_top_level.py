@@ -107,6 +107,18 @@ def test_the_mask_of_a_sparse_model_leaves_its_zeros(tmp_path: Path, texts: list
     assert all(weights[name].reshape(-1)[chosen].all() for name, chosen in mask.indices.items())
 
 
+def test_sequences_are_no_longer_than_the_positions_of_the_model(texts: list[str]) -> None:
+    from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 16, "num_attention_heads": 2}
+    config = OPTConfig(
+        vocab_size=len(tokenizer), num_hidden_layers=1, max_position_embeddings=24, pad_token_id=0, **sizes
+    )
+    model = permille.load_model(OPTForCausalLM(config), tokenizer)
+    assert len(permille.sensitivity_mask(model, texts, sequences=2).indices) == 6
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
