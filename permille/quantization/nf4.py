@@ -60,7 +60,7 @@ def quantize(w_NK: NDArray[np.float32], *, name: str = "weight") -> QuantizedTen
         stop = min(start + CHUNK_WEIGHTS, w.size)
         check_finite(w[start:stop], start, name)
         absmax = _absmax(w[start:stop])
-        codes = _codes(w[start:stop], absmax, is_last=stop == w.size)
+        codes = _codes(w[start:stop], absmax)
         packed[start // 2 : (stop + 1) // 2] = pack(codes)
         absmax_B[start // BLOCK_SIZE : start // BLOCK_SIZE + absmax.size] = absmax
     rows, columns = w_NK.shape
@@ -74,11 +74,11 @@ def _absmax(w: NDArray[np.float32]) -> NDArray[np.float32]:
     return found
 
 
-def _codes(w: NDArray[np.float32], absmax: NDArray[np.float32], *, is_last: bool) -> NDArray[np.uint8]:
+def _codes(w: NDArray[np.float32], absmax: NDArray[np.float32]) -> NDArray[np.uint8]:
     divisor = np.maximum(absmax, _SMALLEST_ABSMAX)
     scaled = w * np.repeat(np.float32(1) / divisor, BLOCK_SIZE)[: w.size]
     tail = w.size % BLOCK_SIZE
-    if is_last and tail:  # the reference divides in the tail, and multiplies by the reciprocal elsewhere
+    if tail:  # the reference divides in the tail, and multiplies by the reciprocal elsewhere
         scaled[-tail:] = w[-tail:] / divisor[-1]
     np.clip(scaled, -1, 1, out=scaled)
     return np.searchsorted(_BOUNDS, scaled, side="left").astype(np.uint8)
