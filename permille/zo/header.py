@@ -16,7 +16,7 @@ from enum import StrEnum
 from permille.choices import EstimatorKind, choice_of
 from permille.digests import canonical_json, is_digest
 from permille.errors import InputError, PackageError
-from permille.zo.lattice import check_step_unit_exponent
+from permille.zo.lattice import MAX_STEP_UNIT_EXPONENT, MIN_STEP_UNIT_EXPONENT
 from permille.zo.philox import GENERATOR, GENERATOR_VERSION
 
 FORMAT = "permille-log"
@@ -165,7 +165,8 @@ class LogHeader:
         for count in self.counts:
             check_range("count", count, 0, (1 << 32) - 1)
         check_range("k", self.k, 1, MAX_K)
-        check_step_unit_exponent(self.step_unit_exponent)
+        exponent = self.step_unit_exponent
+        check_range("step_unit_exponent", exponent, MIN_STEP_UNIT_EXPONENT, MAX_STEP_UNIT_EXPONENT)
         for name, number in (("epsilon", self.epsilon), ("learning_rate", self.learning_rate)):
             if not (math.isfinite(number) and number > 0):
                 raise InputError(f"{name} must be positive and finite, not {number}.")

@@ -156,25 +156,16 @@ def step_unit_exponent_for(learning_rate: float, g_rms: float, queries: int, sig
         sigma: the root mean square of z (FORMAT 6).
 
     Raises:
-        InputError: the unit is not a positive finite number, or is outside of the format's range.
+        InputError: the unit is outside of the format's range, or not a number.
     """
     unit = learning_rate * g_rms / (_COEFFICIENT_RMS * queries * sigma)
-    if not (math.isfinite(unit) and unit > 0):
+    # NaN fails the comparison, too.
+    if not 2.0**MIN_STEP_UNIT_EXPONENT <= unit <= 2.0**MAX_STEP_UNIT_EXPONENT:
         raise InputError(
             f"A learning rate of {learning_rate} and gradients of size {g_rms} give a step unit of {unit}. "
-            "It must be positive and finite."
+            f"It must be from 2**{MIN_STEP_UNIT_EXPONENT} to 2**{MAX_STEP_UNIT_EXPONENT}."
         )
-    return check_step_unit_exponent(round(math.log2(unit)))
-
-
-def check_step_unit_exponent(exponent: int) -> int:
-    """Return `exponent`, or raise InputError if it is outside of FORMAT 7.1."""
-    if not MIN_STEP_UNIT_EXPONENT <= exponent <= MAX_STEP_UNIT_EXPONENT:
-        raise InputError(
-            f"expected a step unit exponent from {MIN_STEP_UNIT_EXPONENT} to {MAX_STEP_UNIT_EXPONENT}, "
-            f"got {exponent}"
-        )
-    return exponent
+    return round(math.log2(unit))
 
 
 def state_digest(s_K: NDArray[np.int64], *, mask_digest: str, step_unit_exponent: int) -> str:

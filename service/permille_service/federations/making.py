@@ -25,7 +25,7 @@ from permille.schemas.federations import (
 )
 from permille.training.adam import learning_rate, unit_exponent
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
-from permille.zo.lattice import check_step_unit_exponent, step_unit_exponent_for
+from permille.zo.lattice import step_unit_exponent_for
 
 _NO_EPSILON = 1.0  # placeholder in the log header of gradient training, which does not perturb weights
 _LOWER_SHARE = 5  # with the split estimator, one query in five perturbs the lower half of the decoder layers
@@ -157,7 +157,7 @@ def _header(package: Package, body: FederationCreate) -> LogHeader:
     )
     # The unit of a round's state is smaller than the unit of a device's integers, by the guard bits.
     exponent = _device_unit(header) - _GUARD_BITS
-    return replace(header, step_unit_exponent=check_step_unit_exponent(exponent))
+    return replace(header, step_unit_exponent=exponent)
 
 
 def _estimator(training: TrainingCreate) -> EstimatorKind:

@@ -72,7 +72,7 @@ def split(**changes: Any) -> dict[str, Any]:
         *({"epsilon": bad} for bad in (0.0, math.nan)),
         {"learning_rate": math.inf},
         *({"total_steps": bad} for bad in (0, 2**24 + 1)),
-        *({"step_unit_exponent": bad} for bad in (-150, 65)),
+        *({"step_unit_exponent": bad} for bad in (-150, 65, True)),
         *({"counts": bad} for bad in ((), (0, 0), (-1, 5), (2**32 - 1, 2**32 - 1))),
         {"split": BlockSplit(first_upper_tensor=2, lower_queries=1)},
         {"estimator": EstimatorKind.SPLIT, "queries": 3},
@@ -117,6 +117,11 @@ def test_bytes_with_a_split_outside_the_limits_are_refused(field: str, bad: obje
 def test_bytes_with_a_split_of_another_shape_are_refused(bad: object) -> None:
     fields = json.loads(make_header(**kind_fields(EstimatorKind.SPLIT)).to_bytes())
     _refused(fields | {"split": bad})
+
+
+def test_bytes_with_true_in_place_of_1_are_refused() -> None:
+    fields = json.loads(make_header(step_unit_exponent=1).to_bytes())
+    _refused(fields | {"step_unit_exponent": True})
 
 
 def _refused(fields: dict[str, Any]) -> None:
