@@ -221,15 +221,17 @@ class BlobFolder:
         """Store an open file that has no name. Return its digest. The caller must not write to the
         file any more.
 
-        If the file is on the file system of the blobs, the file itself becomes the blob, so tens of
-        gigabytes are not copied. Otherwise, a copy is stored.
+        If the file is on the file system of the blobs, and `O_TMPFILE` made it, the file itself becomes the
+        blob, so tens of gigabytes are not copied. Otherwise, a copy is stored.
         """
         file.seek(0)
         temporary = self.incoming() / f"{secrets.token_hex(8)}.tmp"
         try:
             # A killed writer leaves nothing, because the file had no name until here.
-            # `open(2)` documents this path for giving a name to a file without one.
-            os.link(f"/proc/self/fd/{file.fileno()}", temporary, follow_symlinks=True)
+            # `open(2)` documents this path for giving a name to a file without one. The path is absolute, so
+            # `src_dir_fd` names no folder. But without it, `os.link` does not follow the symbolic link.
+            source = f"/proc/self/fd/{file.fileno()}"
+            os.link(source, temporary, src_dir_fd=file.fileno(), follow_symlinks=True)
         except OSError:
             with self.writer() as writer:
                 shutil.copyfileobj(file, writer, CHUNK_BYTES)

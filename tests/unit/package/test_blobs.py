@@ -122,6 +122,15 @@ def test_a_download_is_adopted_without_a_copy_and_a_wrong_one_stays(
     assert blobs.path(HELLO).stat().st_ino == inode and not part.exists()
 
 
+def test_an_unnamed_file_becomes_the_blob_without_a_copy(blobs: BlobFolder) -> None:
+    with os.fdopen(os.open(blobs.incoming(), os.O_TMPFILE | os.O_RDWR, 0o600), "r+b") as file:
+        file.write(b"hello")
+        file.flush()
+        assert blobs.put_unnamed(file) == HELLO
+        assert blobs.path(HELLO).stat().st_ino == os.fstat(file.fileno()).st_ino
+    assert everything(blobs) == [blobs.path(HELLO)]
+
+
 @pytest.mark.parametrize(
     "text", ["", "hello", HELLO[:-1], HELLO.upper(), HELLO + "\n", "sha256:" + "../" * 22]
 )
