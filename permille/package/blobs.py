@@ -44,7 +44,6 @@ class BlobWriter:
         # Bytes are hashed on their way to disk, so a large blob is not read a second time.
         self._hash = hashlib.sha256()
         self.size_bytes = 0
-        self.digest: str | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append bytes.
@@ -71,7 +70,6 @@ class BlobWriter:
         # Make the bytes durable before they get a name, so that no name stands for bytes that a crash loses.
         _make_durable(self._file)
         self._folder._install(self._temporary, digest)
-        self.digest = digest
         return digest
 
 
