@@ -89,9 +89,10 @@ def _values(text: str, low: int, high: int) -> set[int]:
         first, last, step = match.groups() if match else (None, None, "0")
         begin = low if first is None else int(first)
         end = int(last) if last is not None else high if first is None else begin
-        if match is None or not low <= begin <= end <= high or step == "0":
+        stride = int(step or 1)
+        if not low <= begin <= end <= high or not stride:
             raise InputError(f"{part!r:.40} is not a time of a window: it must lie within {low} to {high}.")
-        found.update(range(begin, end + 1, int(step or 1)))
+        found.update(range(begin, end + 1, stride))
     return found
 
 
