@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import permille_keeper.server as server
-import permille_keeper.server as sums
 from permille.federation.private_rounds import draw_round_noise
 from permille_keeper.main import main
 from permille_keeper.memory import Memory
@@ -38,8 +37,8 @@ def arm(step: str) -> None:
 
     patches = {
         "asked": (server, "answer", die),
-        "opened": (sums, "draw_round_noise", die),
-        "drawn": (sums, "draw_round_noise", lambda rules: die(draw(rules))),
+        "opened": (server, "draw_round_noise", die),
+        "drawn": (server, "draw_round_noise", lambda rules: die(draw(rules))),
         "kept": (Memory, "answer_once", lambda *arguments: die(keep(*arguments))),
         "answering": (_Handler, "_send", half),
     }
