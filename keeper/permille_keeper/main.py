@@ -65,18 +65,25 @@ def open_server(home: Path, address: tuple[str, int], tls: tuple[Path, Path] | N
         token = (home / _TOKEN).read_text()
     except (OSError, ValueError) as exc:
         raise OperatorError(f"{home} has no key and token: {exc}. Run `permille-keeper init` first.") from exc
-    if not (home / _MEMORY).exists():
-        raise OperatorError(
-            f"{home / _MEMORY} is missing. Without it, the keeper could open a seal a second time, which is "
-            "not safe. Make a new key in an empty folder."
-        )
+    memory = open_memory(home)
     if tls is None and not is_loopback(address[0]):
         raise OperatorError(f"Other machines can reach {address[0]}. Give --tls-certificate and --tls-key.")
     context = None
     if tls is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*tls)
-    return KeeperServer(address, key=key, token=token, memory=Memory(home / _MEMORY), tls=context)
+    return KeeperServer(address, key=key, token=token, memory=memory, tls=context)
+
+
+def open_memory(home: Path) -> Memory:
+    """Open the memory that `init` has made. Raises OperatorError if it is missing."""
+    # Never make it here: an empty memory in place of a lost one looks like that of a new keeper.
+    if not (home / _MEMORY).exists():
+        raise OperatorError(
+            f"{home / _MEMORY} is missing. Without it, the keeper could open a seal a second time, which is "
+            "not safe. Make a new key in an empty folder."
+        )
+    return Memory(home / _MEMORY)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if asked.command == "init":
             print(init(asked.home))
         elif asked.command == "log":
-            echo("\n".join(Memory(asked.home / _MEMORY).lines()))
+            echo("\n".join(open_memory(asked.home).lines()))
         else:
             tls = (asked.tls_certificate, asked.tls_key) if asked.tls_certificate else None
             with open_server(asked.home, (asked.host, asked.port), tls) as server:

@@ -187,7 +187,12 @@ def test_a_keepers_files_are_its_own_and_its_key_stays(home: Path) -> None:
         init(home)
     with pytest.raises(OperatorError, match="--tls-certificate"):
         open_server(home, ("0.0.0.0", 0), None)
+
+
+def test_a_lost_memory_is_not_made_anew(home: Path) -> None:
     (home / "keeper.sqlite").unlink()
+    with pytest.raises(SystemExit, match=r"keeper\.sqlite is missing"):
+        main(["--home", str(home), "log"])
     with pytest.raises(OperatorError, match=r"keeper\.sqlite is missing"):
         open_server(home, ("127.0.0.1", 0), None)
 
