@@ -105,6 +105,8 @@ def read_reference(layer: SafetensorsFile, vocabulary: int, positions: int | Non
     # Nothing predicts the first token of a row, so it is no target.
     if not ((begin_N >= 1) & (begin_N < end_N) & (end_N <= length)).all():
         raise _refused("has a span of targets outside its row")
+    if ids_NT[np.arange(length) >= end_N[:, None]].any():
+        raise _refused("has tokens after the end of a row")
     # This limits the time that the reference adds to each training.
     if int(end_N.sum()) > MOST_TOGETHER:
         raise _refused(f"has {end_N.sum()} tokens, more than {MOST_TOGETHER}")

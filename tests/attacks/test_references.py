@@ -22,6 +22,8 @@ Forge = Callable[[ReferenceRows], Mapping[str, Any]]
 ATTACKS: list[tuple[str, Forge]] = [
     ("reference", lambda rows: {"ids_NT": rows.ids_NT + VOCABULARY}),
     ("reference", lambda rows: {"ids_NT": rows.ids_NT[:1]}),
+    # Another byte string of the same rows.
+    ("reference", lambda rows: {"ids_NT": np.pad(rows.ids_NT, ((0, 0), (0, 1)), constant_values=1)}),
     ("reference", lambda rows: {"named_RS": rows.named_RS * 0}),
     ("reference", lambda rows: {"named_RS": rows.named_RS + VOCABULARY}),
     ("reference", lambda rows: {"named_RS": rows.named_RS[1:]}),
