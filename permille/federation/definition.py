@@ -45,6 +45,7 @@ GAIN_NATS = 0.25
 GAIN_SHARE = 10
 _GAIN_UNITS = 1024  # the largest gain in integer units, without a clip
 MAX_LOCAL_STEPS = 1024
+MAX_STEPS = (1 << 16) - 1  # FORMAT 13.2: a contribution counts its steps in a u16
 # The largest learning rate and epsilon. Weights lie below one, so larger values make no sense.
 MAX_RATE = 10.0
 
@@ -109,7 +110,7 @@ class Definition:
         return self.privacy is None and self.minimum < FEW_DEVICES
 
     def __post_init__(self) -> None:
-        check_range("steps", self.steps, 1, self.log.total_steps)
+        check_range("steps", self.steps, 1, min(MAX_STEPS, self.log.total_steps))
         gradient = self.log.estimator is EstimatorKind.GRADIENT
         check_range("local_steps", self.local_steps, 1, MAX_LOCAL_STEPS if gradient else 1)
         for name, (least, most) in _LIMITS.items():

@@ -185,6 +185,7 @@ def test_a_round_that_is_refused_changes_nothing() -> None:
     [
         {"steps": 0},
         {"steps": 4},
+        {"steps": 1 << 16, "log": {"total_steps": 1 << 16}},
         {"guard_bits": 9},
         {"rate_shift": -9},
         {"clip": 9},
