@@ -95,7 +95,6 @@ class _Handler(BaseHTTPRequestHandler):
         _log.warning("refused with %d: %s", status, reason)
         if status is not HTTPStatus.CONFLICT:
             self.server.memory.note_refusal(reason)
-        self.close_connection = True
         self._send(status, reason.encode())
 
     def _send(self, status: HTTPStatus, body: bytes) -> None:

@@ -62,13 +62,9 @@ class LocalRound:
             w_base_K=values(self.w_base_W, self.start_W, rules.log.step_unit_exponent),
         )
 
-    def moved(self, c_TQ: NDArray[np.int64], *, after: int = 0) -> NDArray[np.int64]:
-        """Replay steps of the round. The first row of `c_TQ` is that of step `after`.
-
-        Returns:
-            The change of the state, int64 [W], in the device's unit.
-        """
-        return replay(self.definition.log, c_TQ, start=self.first_step + after)
+    def moved(self, c_TQ: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Replay the round's first steps. Return the change of the state, int64 [W], in the device's unit."""
+        return replay(self.definition.log, c_TQ, start=self.first_step)
 
 
 def take_local_steps(
