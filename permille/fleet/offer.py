@@ -128,8 +128,12 @@ class Offer:
         try:
             fields: dict[str, Any] = dict(document)  # type: ignore[call-overload]
             choice = dict(fields.pop("choice"))
-            members, engines = choice.pop("members"), tuple(choice.pop("engines"))
-            read = Choice(members=None if members is None else tuple(members), engines=engines, **choice)
+            members, engines = choice.pop("members"), choice.pop("engines")
+            if not isinstance(engines, list) or not isinstance(members, list | None):
+                raise ValueError("engines or members are no list")
+            read = Choice(
+                members=None if members is None else tuple(members), engines=tuple(engines), **choice
+            )
             window = fields.pop("window")
             offer = cls(
                 state=RolloutState(fields.pop("state")),
@@ -141,8 +145,8 @@ class Offer:
             # `type`, not `isinstance`: True must not pass for an integer.
             if not all(type(number) is int and 0 <= number <= _MOST for number in whole):
                 raise ValueError("a number out of range")
-            if offer.version < 1 or offer.places > PARTS:
-                raise ValueError("version or places out of range")
+            if offer.version < 1 or offer.places > PARTS or len(members or ()) > MAX_MEMBERS:
+                raise ValueError("version, places or members out of range")
             texts = (offer.rollout, read.agent_version or "", *engines, *(read.members or ()))
             # The device sends its token to a path of the service that contains the rollout's id. So this id
             # must not lead to another path.

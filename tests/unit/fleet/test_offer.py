@@ -69,7 +69,10 @@ def test_what_is_no_record_is_refused(change: dict[str, Any]) -> None:
         {"memory_bytes": None},
         {"memory_bytes": float("nan")},
         {"engines": [{}]},
+        {"engines": "light"},
         {"members": [["ab"]]},
+        {"members": "ab"},
+        {"members": ["ab"] * (MAX_MEMBERS + 1)},
     ],
 )
 def test_what_is_no_choice_is_refused(change: dict[str, Any]) -> None:
