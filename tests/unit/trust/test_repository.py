@@ -334,14 +334,15 @@ def test_all_keys_of_the_service_are_lost_and_the_offline_ones_replace_them(
     client.publish(repository)
     assert client.look(ONE) is not None
     after = Repository.open(repository.newest, {}, NOW)
-    [online, team] = held(after, 2)
+    [online, team, own] = held(after, 3)
     [draft] = after.rotate({role: holders(online) for role in ("snapshot", "timestamp")})
     assert draft.role == "root"
     after.accept("root", signed(draft, one))
-    [draft] = after.rotate({"releases": holders(team)})
+    [draft] = after.rotate({"releases": holders(team), "rollouts": holders(own)})
     assert draft.role == "targets"
     after.accept("targets", signed(draft, two))
     after.publish("tiny", 2, MANIFEST)
+    after.list_rollout("tiny", "stable", {"rollout": "rollout_1"})
     client.publish(after)
     assert client.look(TWO) is not None
 
