@@ -314,7 +314,8 @@ class BlobFolder:
         target = self.path(digest)
         if not target.parent.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
-            # The new folder must survive a crash, too, or the blob in it would be lost.
+            # The new folders must survive a crash, too, or the blob in them would be lost.
+            fsync_folder(self.root)
             fsync_folder(target.parent.parent)
         # Garbage collection spares young blobs. This blob is new, even if the file is old.
         os.utime(temporary)

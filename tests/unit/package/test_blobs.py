@@ -151,6 +151,14 @@ def test_reading_checks_limit_and_digest(blobs: BlobFolder) -> None:
             read()
 
 
+def test_the_folders_of_a_first_blob_are_durable(blobs: BlobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("permille.package.blobs.fsync_folder", synced.append)
+    blobs.put_bytes(b"hello")
+    folder = blobs.path(HELLO).parent
+    assert {blobs.root, folder.parent, folder} <= set(synced)
+
+
 def test_a_blob_that_was_deleted_is_missing(blobs: BlobFolder) -> None:
     blobs.put_bytes(b"hello")
     blobs.delete(HELLO)
