@@ -10,7 +10,6 @@ from typing import Any
 
 from permille.digests import finite_number
 from permille.errors import InputError, PackageError
-from permille.models.descriptions import Family
 from permille.models.families import expected_tensors, family_of
 
 MAX_CONFIG_BYTES = 8 << 20  # this much, since tokenizer_config.json holds chat templates and added tokens
@@ -77,8 +76,8 @@ def parse_config(data: bytes) -> dict[str, Any]:
     return config
 
 
-def check_config_family(config: Mapping[str, Any], family: str) -> Family:
-    """Return the family of the config, which must be that of the manifest.
+def check_config_family(config: Mapping[str, Any], family: str) -> None:
+    """Check that the family of the config is that of the manifest.
 
     Raises:
         PackageError: `config-model`.
@@ -88,7 +87,6 @@ def check_config_family(config: Mapping[str, Any], family: str) -> Family:
         raise PackageError(
             "config-model", f"config.json is of family {found}, but the manifest names {family!r:.60}"
         )
-    return found
 
 
 def check_file(path: str, data: bytes) -> None:

@@ -7,7 +7,6 @@ from permille.quantization.types import Scheme
 
 FORMAT = "permille-package"
 VERSION = 1
-MEDIA_TYPE = "application/vnd.permille.manifest+json"
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_HEADER_BYTES = 8 << 20
 MAX_FILE_BYTES = 64 << 20
