@@ -23,8 +23,8 @@ class Window:
 
     Attributes:
         cron: minute, hour, day of the month, month and weekday (0 and 7 are Sunday). Each is `*`, a
-            number, a range `1-5`, a step `*/15`, or several of these with commas. If both the day of the
-            month and the weekday are restricted, one of them must fit, as in cron.
+            number, a range `1-5`, or several of these with commas. `*` and ranges may have a step: `*/15`. If
+            both the day of the month and the weekday are restricted, one of them must fit, as in cron.
         minutes: how long the window stays open, 1 to 1440.
         zone: a time zone such as `Europe/Berlin`; None for the device's own.
 
@@ -90,8 +90,13 @@ def _values(text: str, low: int, high: int) -> set[int]:
         begin = low if first is None else int(first)
         end = int(last) if last is not None else high if first is None else begin
         stride = int(step or 1)
-        if not low <= begin <= end <= high or not stride:
-            raise InputError(f"{part!r:.40} is not a time of a window: it must lie within {low} to {high}.")
+        # Some programs read `0/15` as `0-59/15`, and others as `0`.
+        is_unclear = step is not None and first is not None and last is None
+        if is_unclear or not low <= begin <= end <= high or not stride:
+            raise InputError(
+                f"{part!r:.40} is not a time of a window: it must lie within {low} to {high}, and a step "
+                "needs `*` or a range, and is at least 1."
+            )
         found.update(range(begin, end + 1, stride))
     return found
 

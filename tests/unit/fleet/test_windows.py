@@ -65,6 +65,7 @@ def test_an_hour_that_is_missing_has_no_window_and_one_that_comes_twice_has_two(
         ("0 2 0 * *", 60, None, "must lie within 1 to 31"),
         ("*/0 2 * * *", 60, None, "not a time of a window"),
         ("*/00 2 * * *", 60, None, "not a time of a window"),
+        ("0/15 2 * * *", 60, None, "a step needs"),
         ("@daily 2 * * *", 60, None, "not a time of a window"),
         ("0 2 * * *", 0, None, "1 to 1440 minutes"),
         ("0 2 * * *", 1441, None, "1 to 1440 minutes"),
