@@ -82,17 +82,13 @@ def _dense_layout(manifest: Manifest, dense: SafetensorsFile) -> Layout:
     found: Layout = {}
     for tensor in manifest.tensors:
         # With SOURCE, the bits of each tensor, and whether it has minima, follow from the layer itself.
-        is_eight = scheme is Scheme.SOURCE and is_int8(dense, tensor.name)
+        spec = dense.specs.get(tensor.name)
+        is_eight = scheme is Scheme.SOURCE and spec is not None and spec.dtype == "I8"
         has_minima = not is_eight and tensor.name + MINIMA in dense.specs
         bits = 8 if is_eight else bits_of(scheme)
         layout = dense_layout(scheme, tensor.shape, group_size, bits=bits, has_minima=has_minima)
         found |= {tensor.name + suffix: stored for suffix, stored in layout.items()}
     return found
-
-
-def is_int8(dense: SafetensorsFile, name: str) -> bool:
-    """Return whether the codes of a tensor are signed bytes."""
-    return name in dense.specs and dense.specs[name].dtype == "I8"
 
 
 def _check_layer_shapes(role: Role, layer: SafetensorsFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
