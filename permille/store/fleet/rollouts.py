@@ -141,6 +141,10 @@ def resume(session: Session, row: Rollout) -> None:
         session.execute(ended.values(acknowledged=True).execution_options(synchronize_session=False))
         # The counts restart at zero, so the number of statistical tests made (`looks`) restarts, too.
         row.looks = 0
+        # The reports count anew, so the devices also get the whole deadline again. Otherwise a wave that has
+        # been open for long would halt at once, for silence. A soak time that is over stays over.
+        earliest = now(session) - timedelta(seconds=_rules(row).soak_s)
+        row.opened_at = max(row.opened_at or earliest, earliest)
     row.reason = row.numbers = None
     _move(row, RolloutState.RUNNING)
 

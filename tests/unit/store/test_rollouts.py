@@ -103,6 +103,22 @@ def test_a_silent_device_ends_and_a_resume_leaves_it_behind(
     assert (told.ended, told.wave_began, told.wave_devices) == (0, 0, len(devices) - 10)
 
 
+def test_a_resume_after_silence_gives_the_wave_its_time_again(
+    db: Database, tenant_id: str, clock: Clock, devices: list[Device]
+) -> None:
+    rollout = start(db, tenant_id)
+    clock.forward(RULES.soak_s + RULES.deadline_s)
+    rollouts.sweep(db)
+    assert (now_of(db, rollout).state, now_of(db, rollout).reason) == (RolloutState.PAUSED, "silence")
+    with db.write() as session:
+        rollouts.resume(session, rows.lock(session, tables.Rollout, tenant_id=tenant_id, row_id=rollout.id))
+    rollouts.sweep(db)
+    assert now_of(db, rollout).state == RolloutState.RUNNING
+    clock.forward(RULES.soak_s + RULES.deadline_s)
+    rollouts.sweep(db)
+    assert now_of(db, rollout).state == RolloutState.PAUSED
+
+
 def test_an_alias_has_one_rollout_at_a_time(db: Database, tenant_id: str, devices: list[Device]) -> None:
     rollout = start(db, tenant_id)
     with pytest.raises(ConflictError, match="has not ended"):
