@@ -9,6 +9,7 @@ import base64
 import json
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Final
 
 from cryptography.exceptions import InvalidSignature
@@ -157,7 +158,7 @@ class Definition:
     @property
     def digest(self) -> str:
         """The SHA-256 of the canonical bytes, which is the federation's name."""
-        return digest_of(self.to_bytes())
+        return _digest_of(self)
 
     def device_log(self) -> LogHeader:
         """Return the header of one device's steps, in the unit of its integers.
@@ -205,6 +206,12 @@ class Definition:
             raise InputError(
                 f"Privacy needs the rule mean and a max_weight of 1, not {self.rule} and {self.max_weight}."
             )
+
+
+# A round uses the digest several times for each device. With hundreds of tensors, it takes milliseconds.
+@lru_cache(maxsize=8)
+def _digest_of(definition: Definition) -> str:
+    return digest_of(definition.to_bytes())
 
 
 def check_signature(key: Ed25519PublicKey, signature: bytes, signed: bytes, whose: str) -> None:

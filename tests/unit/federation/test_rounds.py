@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from permille.choices import EstimatorKind
+from permille.digests import digest_of
 from permille.errors import InputError, PackageError
 from permille.federation.contribution import Contribution, decode_contribution, encode_contribution
 from permille.federation.definition import Definition, Rule
@@ -202,6 +203,21 @@ def test_a_round_that_is_refused_changes_nothing() -> None:
 def test_definitions_that_cannot_work_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"^expected|must be|Set max_weight"):
         make_definition(**changes)
+
+
+def test_the_digest_of_a_definition_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job of a round, and a keeper, need it several times for each of up to 65,536 devices."""
+    definition, to_bytes = make_definition(log={"seed": 4321}), Definition.to_bytes
+    computed = 0
+
+    def counted(self: Definition) -> bytes:
+        nonlocal computed
+        computed += 1
+        return to_bytes(self)
+
+    monkeypatch.setattr(Definition, "to_bytes", counted)
+    assert definition.digest == digest_of(to_bytes(definition)) == definition.digest
+    assert computed == 1
 
 
 def test_contributions_that_do_not_belong_together_are_refused() -> None:
