@@ -108,7 +108,7 @@ class Site:
         family = sorted(descendants(self.process.pid))
         victims = family if rng.random() < 0.5 else [rng.choice(family)]
         for pid in victims:
-            with _gone():
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return "all" if len(victims) > 1 else "one"
 
@@ -129,7 +129,7 @@ class Site:
             except subprocess.TimeoutExpired:
                 how = signal.SIGKILL
         for pid in family if how is signal.SIGKILL else ():
-            with _gone():
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(60)
         self.process = None
@@ -536,12 +536,6 @@ def descendants(pid: int) -> set[int]:
         found.add(one := waiting.pop())
         waiting += parents.get(one, [])
     return found
-
-
-@contextmanager
-def _gone() -> Iterator[None]:
-    with suppress(ProcessLookupError):
-        yield
 
 
 if __name__ == "__main__":
