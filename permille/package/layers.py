@@ -161,11 +161,21 @@ def write_file(blobs: BlobFolder, path: str, data: bytes) -> Layer:
 
 
 def masked_values(weight: RawTensor, indices: NDArray[np.uint32]) -> RawTensor:
-    """Return the values of the masked weights of one tensor, in the tensor's own dtype."""
+    """Return the values of the masked weights of one tensor, in the tensor's own dtype.
+
+    Raises:
+        InputError: the tensor is not a float tensor, has numbers that are not finite, or has too few weights
+            for an index.
+    """
     _check_float(weight)
     # Copy bits, not numbers: numpy has no bfloat16.
-    items = weight.data.view("<u4" if weight.dtype == "F32" else "<u2")[indices]
-    data = np.ascontiguousarray(items).view(np.uint8)
+    items = weight.data.view("<u4" if weight.dtype == "F32" else "<u2")
+    if indices.size and int(indices.max()) >= items.size:
+        raise InputError(
+            f"The mask has the index {int(indices.max())} of {weight.name!r}, which has {items.size} "
+            "weights. Use a mask of this model."
+        )
+    data = np.ascontiguousarray(items[indices]).view(np.uint8)
     return RawTensor(name=weight.name, dtype=weight.dtype, shape=indices.shape, data=data)
 
 

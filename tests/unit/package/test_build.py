@@ -75,6 +75,15 @@ def test_a_package_holds_the_model_and_its_masked_weights(
     assert package.file("tokenizer.json") == (checkpoint.folder / "tokenizer.json").read_bytes()
 
 
+def test_a_mask_of_a_larger_model_is_refused(
+    checkpoint: Checkpoint, mask: Mapping[str, NDArray[np.uint32]], tmp_path: Path
+) -> None:
+    name = next(iter(mask))
+    beyond = np.append(mask[name], np.uint32(checkpoint.float32(name).size))
+    with pytest.raises(InputError, match=f"index {beyond[-1]} of .*{name}"):
+        pack_model(BlobFolder(tmp_path), checkpoint, chosen({**mask, name: beyond}))
+
+
 def test_a_file_that_is_too_large_is_refused(mask: Mapping[str, NDArray[np.uint32]], tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     with (tmp_path / "model" / "LICENSE").open("wb") as file:
