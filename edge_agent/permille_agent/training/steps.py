@@ -26,7 +26,7 @@ from permille.zo.estimators import Descent
 from permille.zo.header import LogHeader, Schedule
 from permille.zo.journal import Journal
 from permille.zo.lattice import values
-from permille_agent.training.durable_steps import GradientSteps, LoggedSteps, Steps
+from permille_agent.training.durable_steps import GradientSteps, LoggedSteps, Steps, store_best_state
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.plan import Plan
 from permille_agent.training.run import Evaluation, Run, finite_or_none
@@ -297,7 +297,7 @@ class _DescentLoop:
         evaluation = Evaluation(step, loss, run.clock.seconds())
         self._evaluations.append(evaluation)
         best = best_of(self._evaluations) if selects else evaluation
-        if (step or run.judges_start) and best is evaluation:
+        if step and best is evaluation:
             steps.keep()
         run.folder.append_evaluation(self._number, evaluation)
         run.clock.store()
@@ -305,18 +305,23 @@ class _DescentLoop:
             run.progress.evaluated(step, loss, self._plan.base_loss)
 
     def _select(self, steps: Steps, stopped: Stop) -> SelectedState:
-        selects = not self._run.prepared.stages
+        run, header = self._run, self._descent.header
+        selects = not run.prepared.stages
         best = best_of(self._evaluations) if selects else self._evaluations[-1]
         # No trained state of a failed descent is kept.
         if stopped in FAILED:
             best = self._evaluations[0]
+        s_K = steps.best(best.step)
+        if not best.step and run.judges_start:
+            # The start may be adopted. It replaces a better state that a failed descent has stored.
+            store_best_state(run, header, self._number, s_K)
         return SelectedState(
             descent=self._number,
             step=best.step,
             loss=best.loss if selects and best.loss is not None else math.inf,
             steps=steps.step,
             rejected=steps.rejected,
-            s_K=steps.best(best.step),
-            header=self._descent.header,
+            s_K=s_K,
+            header=header,
             stopped=stopped,
         )

@@ -22,7 +22,9 @@ from permille.zo.log import MAGIC, decode_canonical
 from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille.zo.packed_state import decode_state
 from permille.zo.replay import replay
+from permille_agent.federation.adopted import AdoptedRound, keep_adopted
 from permille_agent.link.report import Delivery, collect_reports, share_run
+from permille_agent.state.models import reset
 from permille_agent.training import durable_steps
 from permille_agent.training.decision import Decision
 from permille_agent.training.options import Start, TrainOptions, choose_method
@@ -255,6 +257,38 @@ def test_a_damaged_private_state_is_not_used(writer: Device) -> None:
     path.write_bytes(data)
     with pytest.raises(PackageError, match="state-corrupt"):
         writer.used_values()
+
+
+class Cliff(BigramEngine):
+    """An engine with losses that rise by five nats at some distance from the values `first_K`."""
+
+    def __init__(self, package: Package, first_K: NDArray[np.float32], distance: float) -> None:
+        super().__init__(package)
+        self._first_K, self._distance = first_K, distance
+
+    def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        far = np.abs(values_K - self._first_K).mean() > self._distance
+        return super().token_losses(values_K, batch) + np.float32(5.0 * far)
+
+
+def test_an_adopted_start_is_used_although_each_descent_improved_and_then_diverged(writer: Device) -> None:
+    first = writer.train(**GRADIENT)
+    kept_K, state = writer.used_values(), first_run_state(writer, first.run).read_bytes()
+    reset(writer.home)
+    folder = writer.home.federations / "readers"
+    folder.mkdir(parents=True)
+    assert first.decision is not None and first.metrics is not None
+    digest = first.decision.state_digest
+    keep_adopted(folder, AdoptedRound(round=1, package=writer.package.digest, state_digest=digest), state)
+    # The last descent has an eighth of the rate. It reaches the cliff after several steps that improve.
+    distance = first.metrics.learning_rate / 4
+    result = writer.train(**GRADIENT, engine_of=lambda package: Cliff(package, kept_K, distance))
+    assert result.decision is not None and (result.decision.step, result.decision.descent) == (0, 3)
+    assert result.decision.stopped is Stop.DIVERGED
+    losses = find_run(writer.home, result.run).evaluations(3)
+    assert losses[1].loss is not None and losses[0].loss is not None and losses[1].loss < losses[0].loss
+    assert result.outcome.value == "adopted"
+    np.testing.assert_array_equal(writer.used_values(), kept_K)
 
 
 def test_a_shared_state_is_the_one_that_was_decided(writer: Device) -> None:
