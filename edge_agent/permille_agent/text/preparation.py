@@ -188,8 +188,10 @@ def _prepare_little(
         judged += [known[i] for i in places[number]]
     train = packed_rows(tokenized, row_tokens)
     judged_tokens = [sum(int(row.target_T.sum()) for row in test[stage.rows]) for stage in stages]
-    # The number of targets is known only now, because the first token of a row is not a target.
-    if sum(tokens // LITTLE_GROUP_TOKENS for tokens in judged_tokens) < MIN_LITTLE_GROUPS:
+    groups = sum(tokens // LITTLE_GROUP_TOKENS for tokens in judged_tokens)
+    # The number of targets is known only now, because the first token of a row is not a target. The guard may
+    # have left nothing of a first part with few tokens.
+    if groups < MIN_LITTLE_GROUPS or not stages[0].train:
         raise InputError(least)
     return Prepared(
         train=train,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from permille.errors import InputError, PackageError
-from permille_agent.text.documents import Conversation, Document, PlainText
+from permille_agent.text.documents import Completion, Conversation, Document, PlainText
 from permille_agent.text.preparation import (
     GUARD_TOKENS,
     MAX_SELECT_TOKENS,
@@ -177,3 +177,18 @@ def test_training_text_that_touches_held_out_text_is_left_out() -> None:
         d for d, split in zip(documents, splits, strict=True) if split is Split.TEST
     ]
     assert joined.counts[Split.TEST] == free.counts[Split.TEST]
+
+
+def test_a_first_part_that_the_guard_leaves_empty_is_refused() -> None:
+    """The shortest document trains the first state alone, and touches the text that judges this state."""
+    first, second, third, fourth = sorted("abcd", key=lambda group: position(f"{group}\0{0}"))
+    long, short = (Completion("Days.", " ".join(sentences(count))) for count in (30, 13))
+    note = PlainText("The river and the day.")
+    documents = [
+        Document(second, long),
+        Document(first, note, continues=True),
+        Document(third, short),
+        Document(fourth, short),
+    ]
+    with pytest.raises(InputError, match="and text in each part"):
+        prepare(documents, _tokenizer(), row_tokens=64)
