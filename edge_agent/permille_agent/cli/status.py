@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from permille.errors import PermilleError
+from permille.training.strength import EIGHTHS
 from permille_agent.cli.federations import document_of
 from permille_agent.daemon.state import DaemonState, read_daemon_state
 from permille_agent.federation.membership import memberships
@@ -26,6 +27,7 @@ from permille_agent.state.models import (
     read_manifest,
 )
 from permille_agent.training.decision import Decision
+from permille_agent.training.evaluation import strength_words
 from permille_agent.training.outcome import RunOutcome, outcome_words
 from permille_agent.training.progress import read_progress
 from permille_agent.training.run import BegunRun, RunFolder, list_runs
@@ -211,6 +213,8 @@ class Status:
         if metrics.loss_base is None or metrics.loss_personal is None:
             return words
         words = f"{words}, loss {metrics.loss_base:.3f} -> {metrics.loss_personal:.3f}"
+        if metrics.strength is not None and metrics.strength < EIGHTHS:
+            words = f"{words}, with {strength_words(metrics.strength)}"
         # Only a text that is long enough for three splits has a select split.
         return words if metrics.select_tokens else f"{words} (little text, judged part by part)"
 

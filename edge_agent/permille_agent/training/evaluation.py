@@ -158,12 +158,15 @@ def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> G
 
 
 def strength_words(eighths: int) -> str:
-    """Describe how much of a trained state is kept.
+    """Describe how much of a trained state is kept, and why not more.
 
     Example:
         >>> strength_words(6)
-        '6/8 of what was trained'
+        '6/8 of what was trained: more would raise the loss on general text beyond --keep-general'
     """
     if not eighths:
         return "none: even an eighth of what was trained costs too much"
-    return "all of what was trained" if eighths == EIGHTHS else f"{eighths}/{EIGHTHS} of what was trained"
+    if eighths == EIGHTHS:
+        return "all of what was trained"
+    reason = "more would raise the loss on general text beyond --keep-general"
+    return f"{eighths}/{EIGHTHS} of what was trained: {reason}"
