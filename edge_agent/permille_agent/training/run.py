@@ -293,7 +293,8 @@ def named_run(home: Home, name: str) -> RunFolder:
 
 def list_runs(home: Home) -> list[RunFolder]:
     """Return all runs, the oldest first."""
-    found = [RunFolder(path) for path in home.runs.iterdir() if (path / "run.json").is_file()]
+    # A killed `delete` may leave a hidden folder with a `run.json`.
+    found = [RunFolder(path.parent) for path in home.runs.glob("[!.]*/run.json")]
     # `run.json` is written only once, so its time of modification is the beginning of the run.
     return sorted(found, key=lambda run: ((run.path / "run.json").stat().st_mtime_ns, run.name))
 

@@ -111,6 +111,8 @@ def test_old_runs_are_pruned_but_those_in_use(home: Home) -> None:
         os.utime(run.path / "run.json", ns=(0, age * 10**9))
     leftover = home.runs / ".deleted-before"
     leftover.mkdir()
+    (leftover / "run.json").write_bytes((runs[8].path / "run.json").read_bytes())
+    assert list_runs(home) == runs
     deleted = prune_runs(home, keep={runs[1].name}, newest=5)
     assert set(deleted) == {runs[0].name, runs[2].name, runs[3].name}
     assert [run.name for run in list_runs(home)] == [runs[1].name, *(run.name for run in runs[4:])]
