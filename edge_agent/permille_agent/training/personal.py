@@ -115,8 +115,8 @@ def _trained_state(folder: RunFolder, decision: Decision, package: Package) -> S
 def _other_state(folder: RunFolder) -> PackageError:
     return PackageError(
         "state-digest",
-        f"The state of the run {folder.name} is not the one that was judged: a file is damaged. Erase it "
-        f"with `permille-agent forget --run {folder.name}` and train again.",
+        f"The state of the run {folder.name} is not the one that was judged: a file is damaged. Replace it "
+        "with `permille-agent train --from base --seed 1`.",
     )
 
 

@@ -259,6 +259,18 @@ def test_a_damaged_private_state_is_not_used(writer: Device) -> None:
         writer.used_values()
 
 
+def test_a_state_that_was_not_judged_is_replaced_as_the_message_says(writer: Device) -> None:
+    first, second = writer.train(**GRADIENT | {"steps": 5}), writer.train(**GRADIENT)
+    assert (first.outcome.value, second.outcome.value) == ("adopted", "adopted")
+    path = first_run_state(writer, second.run)
+    path.write_bytes(first_run_state(writer, first.run).read_bytes())
+    with pytest.raises(PackageError, match=r"state-digest: .* `permille-agent train --from base --seed 1`"):
+        writer.train(**GRADIENT, seed=2)
+    third = writer.train(**GRADIENT, start=Start.BASE, seed=1)
+    assert third.outcome.value == "adopted"
+    assert writer.active().run == third.run
+
+
 class Cliff(BigramEngine):
     """An engine with losses that rise by five nats at some distance from the values `first_K`."""
 
