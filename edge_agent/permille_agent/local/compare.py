@@ -21,7 +21,7 @@ from permille_agent.training.run import BegunRun, LearnedText, RunFolder, find_r
 
 PROMPT_WORDS = 6
 QUESTION_CHARACTERS = 200
-DEFAULT_SAMPLES = 2
+PROMPTS = 2  # made from the test split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
     """
     documents, report = read_documents(data_paths)
     # Use the default length of training rows, or the model's context if that is shorter.
-    row_tokens = min(128, int(model.package.config.get("max_position_embeddings") or 128))
+    row_tokens = min(128, model.positions)
     known, tokenized = tokenize(documents, model.tokenizer, report, row_tokens=row_tokens)
     if len(known) < 2:
         raise InputError(f"Comparing needs at least 2 documents, got {len(known)}. Name more with --data.")
@@ -154,7 +154,7 @@ def continue_prompt(model: LocalModel, prompt: str, sampling: Sampling) -> Sampl
     return Sample(prompt=prompt, **written)
 
 
-def test_prompts(folder: RunFolder, model: LocalModel, count: int = DEFAULT_SAMPLES) -> list[str]:
+def test_prompts(folder: RunFolder, model: LocalModel) -> list[str]:
     """Return prompts from the run's test split, if the user's files still exist.
 
     The prompt of a text is its first words. The prompt of a conversation is the user's first short question,
@@ -169,7 +169,7 @@ def test_prompts(folder: RunFolder, model: LocalModel, count: int = DEFAULT_SAMP
         test = prepare(documents, model.tokenizer, row_tokens=options.row_tokens).test_documents
     except InputError:
         return []  # the remaining text is too short to be divided
-    return list(islice(filter(None, (_prompt(one.content, model) for one in test)), count))
+    return list(islice(filter(None, (_prompt(one.content, model) for one in test)), PROMPTS))
 
 
 def _prompt(content: Content, model: LocalModel) -> str:

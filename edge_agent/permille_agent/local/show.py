@@ -33,7 +33,6 @@ from permille_agent.training.outcome import RunOutcome, TextSource, outcome_word
 from permille_agent.training.run import BegunRun, LearnedText, RunFolder, list_runs, named_run
 
 PAGE = "show.html"
-PROMPTS = 2
 TOKENS = 48  # length of a sample, because longer samples take minutes on a slow device
 TEMPERATURE = 0.7
 ANSWER_TOKENS = 40
@@ -173,7 +172,7 @@ def _write_samples(home: Home, folder: RunFolder, engine_of: OpenEngine) -> Writ
     package = folder.require("run", BegunRun).definition.package
     with LocalModel(home, engine_of, Active(package=package, run=folder.name)) as model:
         sampling = Sampling(max_new_tokens=TOKENS, temperature=TEMPERATURE, seed=0)
-        prompts = test_prompts(folder, model, PROMPTS) or ["The"]
+        prompts = test_prompts(folder, model) or ["The"]
         return Written(
             samples=tuple(continue_prompt(model, prompt, sampling) for prompt in prompts),
             answers=tuple(_answer(model, question) for question in _questions(model)),

@@ -175,9 +175,8 @@ class _Incumbent:
 
 
 def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumbent) -> Decision:
-    base_K = run.package.values()
     # Measure the base first, because every outcome reports its losses.
-    base = _losses(run, "base", lambda _: base_K)
+    base = _losses(run, "base", lambda _: run.w_base_K)
     exponent = selected.header.step_unit_exponent
 
     def digest_of(s_K: NDArray[np.int64]) -> str:
