@@ -28,9 +28,7 @@ from permille.package.reader import Package
 from permille.zo.lattice import STATE_LIMIT
 from permille.zo.records import StepFlag, StepRecord
 
-# The constants of `learning_rate`. A model of 135 million weights was also trained at 15 times the rate that
-# `learning_rate` returns. That training diverged, and before that, its loss never got as low as at the
-# returned rate.
+# The constants of `learning_rate`, measured in docs/adr/0009 and, for adapters, docs/results/learning.md.
 RATE = 0.3
 FULL_RATE_WEIGHTS = 6000
 ADAPTER_RATE = 0.12

@@ -5,7 +5,7 @@
     learned.json         groups of a short text (`Document.group`), all of which have trained the state
     consent.json         number of withdrawals of consent when the run began, if its log or state is shared
     engine.json          engine of the run
-    search-*.json        results of the search for epsilon and the step size
+    search-*.json        first loss, time of a step, results of the search for epsilon and the step size
     plan.json            epsilon, step size and number of steps
     descent-<n>.journal  step log of a zeroth-order descent (permille.zo.journal)
     descent-<n>.moments  Adam's state of a gradient descent
@@ -14,10 +14,12 @@
     general.json         loss on general text, and the strength that keeps it low
     time.json, stop.json working time, and the step at which the time limit ended the run
     losses-*.json        losses of each judged model on the test split, by piece of text
+    decision-number.json number of the decision on this device
     decision.json        the decision, with its numbers and its reason
     state.i64            selected state at full strength, a cache of the journal's replay
     shared.log           log or packed state that the user shares, until the report is queued
     outcome.json         message for the user, and metrics of the report
+    samples.json         text of the base and the personal model, for the page show.html
 
 Each result is a function of the run's definition and of earlier results. It is written once and atomically,
 before other results depend on it. So a killed run that is started again computes only the missing
