@@ -62,7 +62,7 @@ class TextTokenizer:
 
     Attributes:
         template: chat template of the package, or the default one.
-        stop_ids: every `eos_token_id` in the package's files, and the template's end of a turn.
+        stop_ids: EOS, every `eos_token_id` in the package's files, and the template's ends of a turn.
     """
 
     def __init__(self, read_file: ReadFile, *, learn: Learn = Learn.ASSISTANT) -> None:

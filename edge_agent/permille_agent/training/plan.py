@@ -28,7 +28,7 @@ from permille_agent.training.step_size import SearchFailed, base_loss, find_epsi
 EVALUATIONS = 20  # number of evaluations of the select split during a run
 FEWEST_EVALUATIONS = 4  # with fewer, a descent that diverges would be found too late
 TRIAL_SHARE = 10  # a trial has a tenth of the run's steps
-TRIAL_STEPS = (5, 40)  # fewest and most steps of a trial
+TRIAL_STEPS = (5, 40)  # fewest and most steps of a trial; with a time limit, 2 are the fewest
 SEARCH_SHARE = 0.25  # part of the time that is planned for the search, which may take longer
 EVALUATION_SHARE = 0.2  # part of the training time for evaluations; the fewest are made in any case
 JUDGEMENT_SHARE = (0.05, 0.4)  # smallest and largest part of the time for the judgement
