@@ -6,8 +6,6 @@ Each step is durable before the next one, so a resumed descent computes the same
 Shapes: K masked weights.
 """
 
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,65 +22,38 @@ from permille.zo.steps import JournaledSteps
 from permille_agent.training.run import Run
 
 
-class Steps(Protocol):
-    """Steps of a descent. A step is durable when `take` returns.
+class LoggedSteps:
+    """Zeroth-order steps. The journal can restore each state.
 
     Attributes:
         s_K: state before the next step.
+        rejected: number of rejected steps.
     """
-
-    s_K: NDArray[np.int64]
-
-    @property
-    def step(self) -> int:
-        """Number of the next step."""
-
-    @property
-    def rejected(self) -> int:
-        """Return the number of rejected steps."""
-
-    def take(self) -> float:
-        """Make a step, and return its loss."""
-
-    def keep(self) -> None:
-        """Store the current state durably as the best one so far."""
-
-    def best(self, step: int) -> NDArray[np.int64]:
-        """Return the state before `step`. `step` must be 0, or the step of the last call of `keep`."""
-
-
-class LoggedSteps:
-    """Zeroth-order steps. The journal can restore each state."""
 
     def __init__(self, run: Run, descent: Descent, journal: Journal) -> None:
         self._run = run
         self._descent = descent
         self._steps = JournaledSteps(journal, descent)
         self.s_K = self._steps.s_K  # `append` updates this array in place
-        self._rejected = sum(StepFlag.REJECTED in record.flags for record in journal.records())
-
-    @property
-    def rejected(self) -> int:
-        """See `Steps`."""
-        return self._rejected
+        self.rejected = sum(StepFlag.REJECTED in record.flags for record in journal.records())
 
     @property
     def step(self) -> int:
-        """See `Steps`."""
+        """Number of the next step."""
         return self._steps.step
 
     def take(self) -> float:
-        """See `Steps`."""
+        """Make a step, and return its loss. The step is durable on return."""
         record = self._run.take_step(self._descent, self.s_K, self.step)
         self._steps.append(record)
-        self._rejected += StepFlag.REJECTED in record.flags
+        self.rejected += StepFlag.REJECTED in record.flags
         return record.loss
 
     def keep(self) -> None:
         """Do nothing, because the journal can restore each state."""
 
     def best(self, step: int) -> NDArray[np.int64]:
-        """See `Steps`."""
+        """Return the state before `step`."""
         return self._steps.before(step)
 
 
@@ -90,6 +61,9 @@ class GradientSteps:
     """Gradient steps. A step changes each weight by its own integer, so it has no short log.
 
     Instead of a log, the current state and the best state are stored.
+
+    Attributes:
+        s_K: state before the next step.
     """
 
     def __init__(self, run: Run, descent: Descent, number: int) -> None:
@@ -106,16 +80,16 @@ class GradientSteps:
 
     @property
     def step(self) -> int:
-        """See `Steps`."""
+        """Number of the next step."""
         return self._moments.step
 
     @property
     def rejected(self) -> int:
-        """See `Steps`."""
+        """Number of rejected steps."""
         return self._moments.step - self._moments.taken
 
     def take(self) -> float:
-        """See `Steps`."""
+        """Make a step, and return its loss. The step is durable on return."""
         header, step = self._descent.header, self._moments.step
         values_K = values(self._run.w_base_K, self.s_K, header.step_unit_exponent)
         loss, gradient_K = pulled_gradient(self._run, values_K, step)
@@ -131,14 +105,17 @@ class GradientSteps:
         return self._moments.loss
 
     def keep(self) -> None:
-        """See `Steps`."""
+        """Store the current state durably as the best one so far."""
         store_best_state(self._run, self._descent.header, self._number, self.s_K)
 
     def best(self, step: int) -> NDArray[np.int64]:
-        """See `Steps`."""
+        """Return the state before `step`, which must be 0 or the step of the last call of `keep`."""
         if not step:
             return self._first_K
         return read_state(self._run.package, self._run.folder.best_state(self._number).read_bytes()).s_K
+
+
+Steps = LoggedSteps | GradientSteps
 
 
 def first_state(run: Run, exponent: int) -> NDArray[np.int64]:
