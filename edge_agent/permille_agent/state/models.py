@@ -150,8 +150,8 @@ def opening(home: Home, package_digest: str) -> Iterator[None]:
             "is installed again. Run the command again."
         ) from exc
     if _is_unused(home, package_digest):
-        # If another process holds the lock, the next use of the package writes the record.
-        with suppress(LockedError), hold_lock(home, "use"):
+        # If another process holds the lock, or the disk is full, the next use writes the record.
+        with suppress(LockedError, OperatorError), hold_lock(home, "use"):
             write_record(home.releases, replace(read_releases(home), previous=None))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, OperatorError, RetryableError
+from permille_agent.state import models
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import (
     MAX_HISTORY,
@@ -13,6 +14,7 @@ from permille_agent.state.models import (
     activate,
     active_model,
     history,
+    opening,
     record_installed,
     referenced_models,
     reset,
@@ -93,6 +95,24 @@ def test_reset_goes_to_the_installed_base_and_can_be_rolled_back(home: Home) -> 
     assert reset(home) == Active(package=NEW)
     assert active_model(home) == Active(package=NEW)
     assert rollback(home) == FIRST
+
+
+def test_a_full_disk_does_not_keep_a_new_package_from_being_used(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(home, NEW, 2)
+
+    def full(*_: object) -> None:
+        raise OperatorError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "write_record", full)
+        with opening(home, NEW):
+            pass
+    assert models.read_releases(home).previous is not None
+    with opening(home, NEW):
+        pass
+    assert models.read_releases(home).previous is None
 
 
 def test_the_history_is_bounded(home: Home) -> None:
