@@ -389,7 +389,7 @@ def _finite(comparison: Comparison) -> Comparison | None:
 
 def _too_costly(run: Run, general: GeneralLoss | None) -> str:
     rise = general.rise if general else None
-    by = "by too many" if rise is None else f"by {rise:.2f}"
+    by = "by too many" if rise is None else f"by {rise:.4f}"
     return (
         "it would lose general knowledge: even an eighth of what was trained raises the loss on general "
         f"text {by} nats per token, and at most {run.options.keep_general:g} are allowed; {_LOWER_RATE}, or "

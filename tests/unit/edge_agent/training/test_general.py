@@ -175,6 +175,8 @@ def test_a_state_that_cannot_keep_the_general_loss_is_not_adopted(device: Device
     assert result.outcome is Outcome.KEPT_BASE
     assert result.message.startswith("it would lose general knowledge: even an eighth of what was trained")
     assert "or allow more with --keep-general" in result.message
+    assert result.decision is not None and result.decision.general is not None
+    assert f"by {result.decision.general.rise:.4f} nats per token" in result.message
     assert result.metrics is not None and result.metrics.strength == 0
     assert device.active() == Active(package=device.package.digest)
 
