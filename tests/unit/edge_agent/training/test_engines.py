@@ -28,11 +28,7 @@ from permille_agent.training.outcome import RunOutcome, RunResult
 from permille_agent.training.run import find_run
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import program_bytes, program_package, tiny_package
-from tests.unit.edge_agent.runs import home_with_package, train_quickly, user_text
-
-
-class Killed(BaseException):
-    """Stand-in for SIGKILL."""
+from tests.unit.edge_agent.runs import Killed, home_with_package, train_quickly, user_text
 
 
 def die(*_: object) -> None:
