@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -119,6 +120,8 @@ def test_a_killed_command_goes_on_to_the_same_model(
 @pytest.mark.timeout(600)
 def test_another_text_begins_from_the_base_model(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     shutil.copytree(whole[0] / "whole", tmp_path / "other")
+    with sqlite3.connect(tmp_path / "other/cloud/permille.db") as database:  # as on another day
+        assert database.execute("DELETE FROM idempotent_answers").rowcount
     options = _options(tmp_path, "other")
     options[options.index(str(NOTES))] = str(ROOT / "docs" / "explanation")
     options[options.index("40")] = "1"

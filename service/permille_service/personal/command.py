@@ -427,8 +427,8 @@ def _install(request: Request, programs: Programs, say: Callable[[str], None], *
     flag = "--gguf" if request.model.is_file() else "--folder"
     texts.mkdir(exist_ok=True)
     with programs.service(models=models, corpora=texts) as url:
-        # Use idempotency keys, so that a second run of a killed command gets the same objects.
-        programs.permille("models", "add", "model", flag, source.name, "--idempotency-key", "model")
+        if not programs.permille("models", "list"):
+            programs.permille("models", "add", "model", flag, source.name)
         corpus = _add_corpus(request, programs, texts)
         if not programs.permille("releases", "list"):
             say(f"   Finding the model's sensitive weights with {corpus}. This takes some minutes.")
