@@ -136,8 +136,8 @@ def test_the_tokens_rights_are_the_pages(api: Api) -> None:
     assert "Cancel" not in viewer.get(f"/ui/jobs/{job_id}").text
     refused = viewer.post(f"/ui/jobs/{job_id}/cancel", headers=OWN | {"HX-Request": "true"})
     assert (refused.status_code, refused.headers["hx-retarget"]) == (403, "#notice")
-    watcher, _ = signed_in(api, api.operator(Role.WATCHER))
-    assert watcher.get("/ui").headers["location"] == "/ui/fleet"
+    watcher, answer = signed_in(api, api.operator(Role.WATCHER))
+    assert watcher.get(answer.headers["location"]).headers["location"] == "/ui/fleet"
     assert watcher.get("/ui/fleet").status_code == 200
     assert [watcher.get(f"/ui/{path}").status_code for path in ("jobs", "releases", "models")] == [403] * 3
     other, _ = signed_in(api, api.operator(Role.ADMIN, tenant="acme"))
@@ -168,9 +168,7 @@ def test_refused_tokens_are_counted_by_address(api: Api) -> None:
     ],
 )
 def test_signing_in_goes_on_to_this_page_alone(api: Api, to: str) -> None:
-    location = signed_in(api, to=to)[1].headers["location"]
-    assert location.startswith("/ui/")
-    assert "//" not in location
+    assert signed_in(api, to=to)[1].headers["location"] == "/ui"
 
 
 @pytest.mark.attack(14, "addresses with markup in them")

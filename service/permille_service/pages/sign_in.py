@@ -108,15 +108,15 @@ async def form_of(request: Request) -> dict[str, str]:
 
 
 def own_path(text: str) -> str:
-    """Return the text if it is a path below `/ui`. Otherwise return the path of the list of jobs.
+    """Return the text if it is a path below `/ui`. Otherwise return `/ui`, which shows the first page.
 
     Example:
         >>> own_path("/ui/releases/chat?version=2")
         '/ui/releases/chat?version=2'
         >>> own_path("https://example.org")
-        '/ui/jobs'
+        '/ui'
     """
-    return text if _OWN_PATH.fullmatch(text) else f"{PATH}/jobs"
+    return text if _OWN_PATH.fullmatch(text) else PATH
 
 
 def _open(request: Request, service: Service) -> tuple[Operator, _Session]:
