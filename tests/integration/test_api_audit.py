@@ -106,13 +106,15 @@ class Lines:
     ["UPDATE audit_entries SET subject = 'x' WHERE seq = 2", "DELETE FROM audit_entries WHERE seq = 2"],
 )
 def test_an_entry_that_was_changed_or_taken_out_is_found(api: Api, change: str) -> None:
+    session = cast(Session, Lines(api))
+    assert verify_entries(session) == {"entries": 0, "digest": FIRST_DIGEST}
     for name in ("a", "b", "c"):
         api.post("/v1/tokens", {"name": name, "role": "viewer"})
     written = entries(api)[1].digest
-    session = cast(Session, Lines(api))
+    assert verify_entries(session, FIRST_DIGEST)["entries"] == 3
     assert verify_entries(session, written) == {"entries": 3, "digest": entries(api)[-1].digest}
     with pytest.raises(CommandError, match="entries has the digest"):
-        verify_entries(session, FIRST_DIGEST)
+        verify_entries(session, "sha256:" + "1" * 64)
     with api.service.database.write() as database:
         database.execute(text(change))
     with pytest.raises(CommandError, match="somebody changed the log"):
