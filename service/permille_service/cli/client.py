@@ -61,7 +61,7 @@ class Client:
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S),
-            verify=True if ca_file is None else ssl.create_default_context(cafile=ca_file),
+            verify=True if ca_file is None else _trusting(ca_file),
             trust_env=False,
         )
 
@@ -166,6 +166,13 @@ class Client:
         if response.is_error:
             raise _error(response)
         return response
+
+
+def _trusting(ca_file: Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as exc:  # there is no such file, or it is no PEM file
+        raise CommandError(f"--ca-file {ca_file} cannot be used: {exc.strerror}.", Exit.USAGE) from exc
 
 
 def _json(response: httpx.Response) -> Any:

@@ -229,14 +229,17 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         app(args=arguments, prog_name="permille")
     except InputError as exc:  # from commands that work on files without a service
-        _show_error(CommandError(str(exc), Exit.REFUSED), as_json="--json" in arguments)
-        return int(Exit.REFUSED)
+        error = CommandError(str(exc), Exit.REFUSED)
+    except OSError as exc:  # from a file or folder that the user named, or from a full disk
+        error = CommandError(f"The system refused a file: {exc}", Exit.FAILED)
     except CommandError as exc:
-        _show_error(exc, as_json="--json" in arguments)
-        return int(exc.code)
+        error = exc
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(Exit.DONE)
-    return int(Exit.DONE)
+    else:
+        return int(Exit.DONE)
+    _show_error(error, as_json="--json" in arguments)
+    return int(error.code)
 
 
 def _show_error(error: CommandError, *, as_json: bool) -> None:

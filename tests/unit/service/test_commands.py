@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -284,6 +285,16 @@ def test_an_error_is_one_line_with_its_brackets(capsys: pytest.CaptureFixture[st
     )
     main._show_error(CommandError(message, Exit.REFUSED), as_json=False)
     assert capsys.readouterr().err == f"permille: {message}\n"
+
+
+def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "no.pem").write_text("no certificate")
+    for name in ("no.pem", "none.pem"):
+        place = ("--url", "https://localhost", "--token", "x", "--ca-file", str(tmp_path / name))
+        assert main.main([*place, "models", "list"]) == Exit.USAGE
+        assert f"--ca-file {tmp_path / name} cannot be used: " in capsys.readouterr().err
+    assert main.main(["trust", "key", str(tmp_path / "none" / "root.pem")]) == Exit.FAILED
+    assert "The system refused a file: " in capsys.readouterr().err
 
 
 def test_what_is_wrong_with_a_request_is_said_without_patterns() -> None:
