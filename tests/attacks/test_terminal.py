@@ -73,6 +73,7 @@ def test_generated_text_moves_no_terminal(
 @pytest.mark.parametrize("name", [f"note{CLIPBOARD}\u202e\x9b.txt", "note\udc9b\udcff.txt"])
 def test_a_file_name_moves_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     note, home = tmp_path / name, ["--home", str(tmp_path / "home")]
+    (tmp_path / "home").mkdir()
     note.write_text("A text of some words. " * 40)
     commands = (["data", "add", str(note)], ["data", "list"], ["status"], ["compare", "--data", str(note)])
     for command in commands:

@@ -78,8 +78,19 @@ def exit_code_of(error: PermilleError) -> ExitCode:
 
 
 def home_of(context: typer.Context) -> Home:
-    """Open the home folder of a command. It is created on first use."""
+    """Open the home folder of a command.
+
+    The default folder, and that of the environment, is created on first use. If `--home` names a new folder,
+    only `enroll` creates it.
+
+    Raises:
+        InputError: there is no such folder, so its name may be misspelt.
+    """
     root: Path = context.obj
+    source = context.find_root().get_parameter_source("home")
+    is_typed = source is not None and source.name == "COMMANDLINE"
+    if is_typed and context.info_name != "enroll" and not root.exists():
+        raise InputError(f"There is no folder {root}. Check --home, or enrol there first.")
     return open_home(root)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from permille.errors import OperatorError
+from permille_agent.cli.console import ExitCode
 from permille_agent.cli.main import main
 from permille_agent.state.choices import Consent, DataReferences
 from permille_agent.state.home import Home, open_home, read_record, write_record
@@ -50,8 +51,19 @@ def test_the_home_is_that_of_the_command_line_then_of_the_environment(
     monkeypatch.setenv("PERMILLE_AGENT_HOME", str(tmp_path / "environment"))
     assert main(["status", "--json"]) == 0
     assert (tmp_path / "environment" / "runs").is_dir()
+    (tmp_path / "named").mkdir()
     assert main(["--home", str(tmp_path / "named"), "status", "--json"]) == 0
     assert (tmp_path / "named" / "runs").is_dir()
+
+
+def test_a_misspelt_home_is_refused_and_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = tmp_path / "misspelt"
+    for command in (["status"], ["share-log", "on"], ["chat"]):
+        assert main(["--home", str(named), *command]) == ExitCode.INPUT_REFUSED
+        assert f"There is no folder {named}. Check --home" in capsys.readouterr().err
+    assert not named.exists()
+    assert main(["--home", str(named), "enroll", "https://localhost", "no-invitation"]) == 3
+    assert named.is_dir()
 
 
 def test_an_unknown_log_level_is_wrong_usage(tmp_path: Path) -> None:
