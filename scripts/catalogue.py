@@ -30,8 +30,8 @@ def text() -> str:
     lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
     return f"""# Models
 
-Written by `make catalogue`; `permille models catalogue` prints the same. Other sizes of these
-families load, too.
+Written by `make catalogue`; `permille models catalogue` prints the columns for nf4. Other sizes of
+these families load, too.
 
 - **MB of a scheme**: the package without its tokenizer, embedding and head in 8 bits.
 - **training**: an estimate of the memory above the package, for a step along the gradient on one row

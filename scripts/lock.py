@@ -3,8 +3,8 @@
     python -m scripts.lock            # writes requirements/*.txt; needs a package index
 
 Each file has all direct and indirect requirements of a program, for Linux and macOS. uv resolves them from
-`pyproject.toml` with `constraints.txt`. The first line has a digest of the inputs. With it, a test detects an
-outdated file without a network. Install a file before the program:
+`pyproject.toml` with `constraints.txt`. The first line has a digest of these requirements. With it, a test
+detects an outdated file without a network. Install a file before the program:
 
     pip install --no-deps --require-hashes --only-binary :all: -r requirements/api.txt
 
