@@ -115,6 +115,15 @@ def test_a_killed_command_goes_on_to_the_same_model(
     assert stat.S_IMODE((tmp_path / "killed.gguf").stat().st_mode) == 0o600
     assert "FROM ./killed.gguf" in (tmp_path / "killed.Modelfile").read_text()
     assert not _living(tmp_path)
+    (home,) = work.glob("device-*")
+    shown = subprocess.run(
+        [sys.executable, "-m", "permille_agent", "--home", str(home), "status"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "personal, run" in shown
+    assert "127.0.0.1" not in shown and "waiting" not in shown, "no service will ever take a report"
 
 
 @pytest.mark.timeout(600)
@@ -193,6 +202,8 @@ def test_too_little_text_is_refused_and_the_package_is_kept(
     done = _run(options)
     assert done.returncode == REFUSED, done.stderr
     assert "There is too little text" in " ".join(done.stdout.split())
+    told = _run([*options, "--json"])
+    assert "There is too little text" in json.loads(told.stdout)["error"]
     assert not (tmp_path / "little.gguf").exists()
 
     # If a training is not adopted, the earlier model is written, with its losses and its page.

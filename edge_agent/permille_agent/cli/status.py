@@ -175,7 +175,7 @@ class Status:
             ("training", self.progress.line() if self.progress else ""),
             ("last run", self._run_words()),
             ("learns", f"of conversations: {self.learn.value}" if self.learn else ""),
-            ("reports", f"{self._pending()} waiting, {len(refused)} refused"),
+            ("reports", f"{self._pending()} waiting, {len(refused)} refused" if enrolment else ""),
             ("refused because", "\n".join(dict.fromkeys(refused))),  # each reason once, in order
             ("rounds", "\n".join(map(_round_words, self.federations))),
             ("rollout", _part_words(self.rollout) if self.rollout else ""),

@@ -12,6 +12,7 @@ its own, so that a personal model never learns from the text of another command.
 """
 
 import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -418,7 +419,8 @@ def _has_package(programs: Programs) -> bool:
 def _install(request: Request, programs: Programs, say: Callable[[str], None], *, quiet: bool) -> None:
     """Build and publish the package unless that is done, and let the device pull it.
 
-    A device without a package holds no data, so it is removed and enrols again.
+    A device without a package holds no data, so it is removed and enrols again. Afterwards, it ends the
+    enrolment.
     """
     models, texts = request.work / "models", request.work / "texts"
     from permille.models.gguf.folder import FOLDERS  # imports numpy
@@ -439,6 +441,7 @@ def _install(request: Request, programs: Programs, say: Callable[[str], None], *
         shutil.rmtree(programs.device, ignore_errors=True)
         programs.agent("enroll", url, invitation)
         pulled = programs.agent("pull")
+        programs.agent("unenroll")  # this service ends here, so the device has nobody to report to
         say(f"   package of {pulled['package_bytes'] / 1e6:.1f} MB")
 
 
@@ -520,7 +523,7 @@ def _link(source: str, place: str) -> None:
 def _train(request: Request, programs: Programs, *, quiet: bool) -> bool:
     """Train, and return whether the result was adopted. Raises CommandError if there is no personal model."""
     texts = map(str, request.texts)
-    code = programs.show_agent("train", *texts, *request.training, quiet=quiet)
+    code, answer = programs.show_agent("train", *texts, *request.training, quiet=quiet)
     if code == KEPT_BASE and programs.agent("status")["active"]["personal"]:
         return False
     if code == KEPT_BASE:
@@ -530,7 +533,8 @@ def _train(request: Request, programs: Programs, *, quiet: bool) -> bool:
             Exit.FAILED,
         )
     if code == REFUSED_DATA:
-        raise CommandError("Training refused the text or an option: see above.", Exit.REFUSED)
+        reason = json.loads(answer)["message"] if answer else "see above."
+        raise CommandError(f"Training refused the text or an option: {reason}", Exit.REFUSED)
     if code == TRY_LATER:
         raise CommandError("An earlier training is still ending. Run the command again.", Exit.RETRY)
     if code == Exit.INTERRUPTED:

@@ -90,9 +90,16 @@ class Programs:
                     (*PERMILLE, "up", *options), {"PERMILLE_DRAIN_S": DRAIN_S}, stdout=output, stderr=output
                 )
 
-            process = up()
+            process, deadline = up(), time.monotonic() + START_S
             try:
-                process = _wait_for(port_file, process, log, up)
+                while not port_file.exists():
+                    in_time = time.monotonic() < deadline
+                    # The service of an earlier, killed run may still be stopping. Then start again.
+                    if process.poll() == Exit.RETRY and in_time:
+                        process = up()
+                    elif process.returncode is not None or not in_time:
+                        raise CommandError(_not_started(process, log), Exit.FAILED)
+                    time.sleep(POLL_S)
                 yield f"http://127.0.0.1:{port_file.read_text(encoding='ascii').strip()}"
             finally:
                 stop([process], STOP_S)
@@ -112,10 +119,11 @@ class Programs:
             self.permille("jobs", "watch", job_id)
             return
         command = (*PERMILLE, "--data-dir", str(self.cloud), "jobs", "watch", job_id)
+        process = start(command, {}, stdout=subprocess.DEVNULL, stderr=None)
         # Stop the command by SIGTERM. After SIGINT, it would say that the job continues, but here the service
         # stops, too.
-        code = _wait(start(command, {}, stdout=subprocess.DEVNULL, stderr=None), signal.SIGTERM)
-        if code:
+        _outputs(process, signal.SIGTERM)
+        if process.returncode:
             raise CommandError(f"The build did not succeed (job {job_id}). See above.", Exit.FAILED)
 
     def agent(self, *arguments: str, may_end_with: Sequence[int] = (0,)) -> Any:
@@ -127,15 +135,17 @@ class Programs:
         self.tell(f"permille-agent {' '.join(arguments)}")
         return _answer((*AGENT, *arguments, "--json"), self._home, may_end_with)
 
-    def show_agent(self, *arguments: str, quiet: bool = False) -> int:
+    def show_agent(self, *arguments: str, quiet: bool = False) -> tuple[int, str]:
         """Run one command of the device with output for people, and return its exit code.
 
-        If `quiet`, only errors are shown.
+        If `quiet`, only errors are shown, and the command's JSON answer is returned, too. Otherwise, the
+        answer is empty.
         """
         self.tell(f"permille-agent {' '.join(arguments)}")
-        printed = subprocess.DEVNULL if quiet else None
-        options = ("--json",) if quiet else ()
-        return _wait(start((*AGENT, *arguments, *options), self._home, stdout=printed, stderr=None))
+        printed, options = (subprocess.PIPE, ("--json",)) if quiet else (None, ())
+        process = start((*AGENT, *arguments, *options), self._home, stdout=printed, stderr=None)
+        answer, _ = _outputs(process)
+        return process.returncode, answer or ""
 
     @property
     def _home(self) -> dict[str, str]:
@@ -171,11 +181,7 @@ def _answer(
     arguments: Sequence[str], environment: Mapping[str, str], may_end_with: Sequence[int] = (0,)
 ) -> Any:
     process = start(arguments, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        printed, errors = process.communicate()
-    except BaseException:
-        stop([process], STOP_S, signal.SIGINT)
-        raise
+    printed, errors = _outputs(process)
     if process.returncode not in may_end_with:
         raise CommandError(_error_in(printed, errors), _exit_of(process.returncode))
     return json.loads(printed)
@@ -196,32 +202,21 @@ def _exit_of(code: int) -> Exit:
     return Exit(code) if code in (Exit.USAGE, Exit.REFUSED, Exit.RETRY, Exit.INTERRUPTED) else Exit.FAILED
 
 
-def _wait(process: subprocess.Popen[str], stop_by: signal.Signals = signal.SIGINT) -> int:
+def _outputs(process: subprocess.Popen[str], stop_by: signal.Signals = signal.SIGINT) -> tuple[str, str]:
+    """Wait for the end of a process, and return what it wrote into pipes.
+
+    If this process is told to end meanwhile, the other one is stopped first.
+    """
     try:
-        return process.wait()
+        return process.communicate()
     except BaseException:  # Ctrl-C, or SIGTERM as SystemExit
         stop([process], STOP_S, stop_by)
         raise
 
 
-def _wait_for(
-    port_file: Path, process: subprocess.Popen[str], log: Path, again: Callable[[], subprocess.Popen[str]]
-) -> subprocess.Popen[str]:
-    """Wait until the service listens, and return its process.
-
-    The service of an earlier, killed run may still be stopping. The new service then exits with
-    `Exit.RETRY`, and is started again.
-    """
-    deadline = time.monotonic() + START_S
-    while not port_file.exists():
-        ended = process.poll() is not None
-        if process.returncode == Exit.RETRY and time.monotonic() < deadline:
-            process = again()
-            continue
-        if ended or time.monotonic() > deadline:
-            last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-            said = f" It said: {last[0]}" if last else f" It said nothing. Is the disk of {log.parent} full?"
-            what = "ended at its start" if ended else f"did not answer within {START_S:.0f} s"
-            raise CommandError(f"The embedded service {what}.{said} All of it is in {log}.", Exit.FAILED)
-        time.sleep(POLL_S)
-    return process
+def _not_started(process: subprocess.Popen[str], log: Path) -> str:
+    """Return the error message for a service that does not listen."""
+    last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    said = f" It said: {last[0]}" if last else f" It said nothing. Is the disk of {log.parent} full?"
+    what = f"did not answer within {START_S:.0f} s" if process.returncode is None else "ended at its start"
+    return f"The embedded service {what}.{said} All of it is in {log}."

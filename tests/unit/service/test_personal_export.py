@@ -14,11 +14,13 @@ from permille_service.personal.programs import Programs
 class Device:
     """A device that answers as `permille-agent` does."""
 
-    def __init__(self, *, code: int = 0, personal: bool = False, types: tuple[str, ...] = ()) -> None:
-        self.code, self.personal, self.types = code, personal, types
+    def __init__(
+        self, *, code: int = 0, answer: str = "", personal: bool = False, types: tuple[str, ...] = ()
+    ) -> None:
+        self.code, self.answer, self.personal, self.types = code, answer, personal, types
 
-    def show_agent(self, *_: str, quiet: bool = False) -> int:
-        return self.code
+    def show_agent(self, *_: str, quiet: bool = False) -> tuple[int, str]:
+        return self.code, self.answer
 
     def agent(self, name: str, *arguments: str) -> Any:
         if name == "status":
@@ -62,6 +64,13 @@ def test_a_training_that_loses_to_the_model_in_use_exports_that_one(tmp_path: Pa
     with pytest.raises(CommandError, match="nothing is exported"):
         kept = Device(code=command.KEPT_BASE)
         command._train(request(tmp_path), cast(Programs, kept), quiet=True)
+
+
+def test_the_reason_why_a_text_is_refused_is_told_even_if_nothing_is_printed(tmp_path: Path) -> None:
+    for answer, told in (('{"message": "There is too little text."}', "too little text"), ("", "see above")):
+        refusing = Device(code=command.REFUSED_DATA, answer=answer)
+        with pytest.raises(CommandError, match=told):
+            command._train(request(tmp_path), cast(Programs, refusing), quiet=True)
 
 
 def test_the_commands_at_the_end_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
