@@ -285,7 +285,6 @@ def main() -> None:
     """Measure the missing cells."""
     parser = settings_parser(__doc__, "real")
     parser.add_argument("--gguf", type=Path, default=SMOLLM2_FILE, help="the model")
-    parser.add_argument("--notes", type=Path, default=Path("examples/gardener/notes.txt"))
     parser.add_argument("--people", type=int, default=_COHORT, help="number of authors of tweets")
     parser.add_argument("--frontier-people", type=int, default=_COHORT + 1, help="people in the frontier")
     parser.add_argument("--trainables", nargs="+", choices=list(Trainable), default=list(Trainable))
@@ -297,7 +296,7 @@ def main() -> None:
     data, cells = folder_from_environment("PERMILLE_DATA"), Cells(options.cells)
     sources = Sources(models=options.folder, data=data)
     everybody = cohort(read_users(data, Collection.LAMP7).users, least_characters=LEAST_CHARACTERS)
-    ring = [gardener(options.notes), *everybody[:_COHORT]]
+    ring = [gardener(), *everybody[:_COHORT]]
     people = ring[: options.people + 1]
 
     def bench(trainable: Trainable, told: TrainOptions) -> Bench:

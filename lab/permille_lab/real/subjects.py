@@ -107,9 +107,10 @@ def open_subject(
     return Subject(study=study, reference=reference, folder=model)
 
 
-def gardener(notes: Path) -> User:
+def gardener() -> User:
     """Return the gardener of the examples. Each paragraph of the notes is a document."""
-    paragraphs = [text for text in notes.read_text().split("\n\n") if text.strip()]
+    notes = Path("examples/gardener/notes.txt").read_text()
+    paragraphs = [text for text in notes.split("\n\n") if text.strip()]
     return User(name="gardener", documents=tuple({"text": text} for text in paragraphs))
 
 

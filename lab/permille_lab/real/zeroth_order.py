@@ -229,7 +229,6 @@ def main() -> None:
     """Measure the missing cells."""
     parser = settings_parser(__doc__, "zeroth-order")
     parser.add_argument("--gguf", type=Path, default=SMOLLM2_FILE)
-    parser.add_argument("--notes", type=Path, default=Path("examples/gardener/notes.txt"))
     parser.add_argument("--row-passes", type=int, default=4800, help="budget of a cell: passes of one row")
     parser.add_argument("--density", type=float, nargs="*", default=[1e-5, 1e-4, 1e-3])
     parser.add_argument("--adapter", choices=ADAPTERS, nargs="*", default=list(ADAPTERS))
@@ -261,7 +260,7 @@ def main() -> None:
         if person in authors:
             folder = options.folder / "people"
             return person_run(package, authors[person], folder, seed=0, threads=options.threads)
-        documents = gardener(options.notes).documents
+        documents = gardener().documents
         return text_run(package, documents, options.folder / "zeroth-order", seed=0, threads=options.threads)
 
     def measured(contender: Contender) -> Result:
