@@ -75,6 +75,7 @@ class Request:
         corpus: public text to find the sensitive weights with. None means C4 or the included text.
         density: share of the weights that training may change.
         scheme: coding of the weights in the package.
+        key: digest of the inputs of the package.
         work: folder of the package and the runs.
         training: options of `permille-agent train`.
     """
@@ -85,6 +86,7 @@ class Request:
     corpus: Path | None
     density: float
     scheme: BaseScheme
+    key: str
     work: Path
     training: tuple[str, ...]
 
@@ -161,6 +163,7 @@ def personalise(
         ("--rate-scale", rate_scale),
         ("--keep-general", keep_general),
     ]
+    key = _key(model, corpus, density, scheme)
     request = Request(
         model=model,
         texts=tuple(text),
@@ -168,8 +171,8 @@ def personalise(
         corpus=corpus,
         density=density,
         scheme=scheme,
-        work=work
-        or context.ensure_object(GlobalOptions).folder / NAME / _key(model, corpus, density, scheme)[:16],
+        key=key,
+        work=work or context.ensure_object(GlobalOptions).folder / NAME / key[:16],
         training=tuple(part for flag, value in chosen if value is not None for part in (flag, str(value))),
     )
     answer = run(request, output.say, quiet=as_json)
@@ -384,13 +387,12 @@ def _alone(request: Request) -> Iterator[None]:
     try:
         with FileLock(request.work / "lock", timeout=0, mode=0o600):
             stamp = request.work / "inputs.sha256"
-            key = _key(request.model, request.corpus, request.density, request.scheme)
-            if stamp.exists() and stamp.read_text(encoding="ascii").strip() != key:
+            if stamp.exists() and stamp.read_text(encoding="ascii").strip() != request.key:
                 raise CommandError(
                     f"{request.work} is of another model, corpus, density or scheme. Name another --work.",
                     Exit.REFUSED,
                 )
-            write_atomic(stamp, f"{key}\n".encode())
+            write_atomic(stamp, f"{request.key}\n".encode())
             yield
     except Timeout as exc:
         raise CommandError(

@@ -42,6 +42,7 @@ def request(folder: Path) -> command.Request:
         corpus=None,
         density=0.001,
         scheme=command.BaseScheme.SOURCE,
+        key="",
         work=folder,
         training=(),
     )
