@@ -90,7 +90,7 @@ def test_commands_make_list_and_show(up: Running) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("corpora", "add", "more", "--file", "nosuch.jsonl"), 4, "--corpus-root chooses another"),
+        (("corpora", "add", "more", "--file", "nosuch.jsonl"), 4, "`permille up` prints this folder"),
         (("corpora", "add", "more", "--streamed", "pile"), 3, "--streamed: input should be 'c4'"),
         (("rollouts", "create", "tour", "--wave", "50%"), 3, "--wave: waves must grow"),
         (("rollouts", "create", "nosuch"), 4, "There is no release 'nosuch' version 0."),

@@ -112,13 +112,7 @@ def add_corpus(
     source = {"kind": "streamed", "dataset": streamed, "split": split}
     if file is not None:
         source = {"kind": "file", "path": file}
-    try:
-        added = session.client.post("/v1/corpora", {"name": name, "source": source}, key=key)
-    except CommandError as exc:
-        if file is None or exc.code is not Exit.NOT_FOUND:
-            raise
-        root = "`permille up` prints the corpus root at `texts`; --corpus-root chooses another one."
-        raise CommandError(f"{exc} {root}", exc.code, exc.problem) from exc
+    added = session.client.post("/v1/corpora", {"name": name, "source": source}, key=key)
     session.output.show(added)
     session.output.say_next(f"permille builds create --model MODEL --corpus {name}")
 
