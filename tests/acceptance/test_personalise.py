@@ -174,7 +174,8 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         assert done.returncode == REFUSED, done.stderr
         assert message in " ".join(done.stderr.split())
     usage = {
-        ("--density", "0"): "--density must be above 0",
+        ("--density", "0"): "--density must be 0.000001 to 0.5, got 0.0",
+        ("--density", "0.6"): "--density must be 0.000001 to 0.5, got 0.6",
         ("--minutes", "5", "--steps", "5"): "Give either --steps or --minutes",
         ("--minutes", "nan"): "--minutes must be above 0",
         ("--steps", "0"): "--steps must be 1 to",

@@ -45,6 +45,7 @@ MASK = ("--sequences", "32", "--length", "256")
 """Fewer and shorter sequences than a build uses by default, so that the mask takes minutes on a laptop."""
 LEAST_BYTES = 1_000
 """The agent needs a thousand tokens, and a token has at least one byte. Shorter texts are refused early."""
+LEAST_DENSITY, MOST_DENSITY = 1e-6, 0.5  # the service's limits
 MOST_MINUTES, MOST_STEPS, MOST_SCALE, MOST_NATS = 10_080, 1_000_000, 16, 100  # the agent's limits
 KEPT_BASE, REFUSED_DATA, TRY_LATER = 7, 3, 5  # exit codes of `permille-agent train`
 
@@ -306,8 +307,8 @@ def _check_numbers(
     keep_general: float | None,
 ) -> None:
     """Refuse numbers that the build or the training would refuse later. Raises CommandError."""
-    if not 0 < density <= 1:
-        raise CommandError(f"--density must be above 0 and at most 1, got {density}.", Exit.USAGE)
+    if not LEAST_DENSITY <= density <= MOST_DENSITY:
+        raise CommandError(f"--density must be 0.000001 to {MOST_DENSITY}, got {density}.", Exit.USAGE)
     if minutes is not None and steps is not None:
         raise CommandError("Give either --steps or --minutes.", Exit.USAGE)
     for flag, value, most in (("--minutes", minutes, MOST_MINUTES), ("--rate-scale", rate_scale, MOST_SCALE)):
