@@ -147,6 +147,7 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
     (tmp_path / "not.gguf").write_bytes(b"PK\x03\x04 no model")
     (tmp_path / "empty").mkdir()
     (tmp_path / "little.txt").write_text("A few words are no text.\n")
+    (tmp_path / "rows.jsonl").write_text('{"words": "none"}\n')
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + b"\x09")
     (tmp_path / "endless").mkdir()
     (tmp_path / "endless/config.json").write_text("{}")
@@ -162,6 +163,8 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         ("--ollama", "nobody/has:this", *text): "ollama pull",
         (*model, "--text", str(tmp_path / "none.txt")): "There is no file or folder",
         (*model, *text, "--corpus", str(tmp_path / "none.txt")): "There is no file or folder",
+        (*model, *text, "--corpus", str(tmp_path)): "must end with one of .jsonl, .jsonl.gz, .txt",
+        (*model, *text, "--corpus", str(tmp_path / "rows.jsonl")): "1 no-text-field",
         (*model, "--text", str(tmp_path / "little.txt")): "Your text has 25 bytes",
         (*model, "--text", str(tmp_path / "cut.gguf")): "--text names no text. Name files of .txt, .md,",
         ("--gguf", str(EXAMPLES / "model"), *text): "is a folder. Name it with --folder",

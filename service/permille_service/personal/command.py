@@ -29,6 +29,7 @@ import httpx
 import typer
 from filelock import FileLock, Timeout
 
+from permille.corpora.sources import check_head
 from permille.errors import InputError
 from permille.files import TEXT_SUFFIXES, write_atomic
 from permille.models.ollama import ollama_file
@@ -271,9 +272,11 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path | None) -> None:
-    """Check the paths before the long work starts. Raises CommandError."""
+    """Check the paths before the long work starts. Raises CommandError, or InputError for the corpus."""
     if missing := [path for path in (*texts, *([corpus] if corpus else [])) if not path.exists()]:
         raise CommandError(f"There is no file or folder {missing[0]}.", Exit.REFUSED)
+    if corpus is not None:
+        check_head(corpus)
     files = [path for text in texts for path in [text, *text.rglob("*")] if path.is_file()]
     readable = [path for path in files if path.suffix.lower() in TEXT_SUFFIXES]
     if not readable:
