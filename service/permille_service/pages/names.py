@@ -1,4 +1,4 @@
-"""Names that pages and forms show instead of ids (of models, corpora, groups, devices, tokens, packages)."""
+"""Names that pages and forms show instead of ids, such as those of models, devices, tokens and packages."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
