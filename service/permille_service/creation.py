@@ -59,7 +59,7 @@ JOB_RESPONSES: dict[int | str, dict[str, Any]] = {
     **documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED),
 }
 
-_KEPT_FOR = timedelta(hours=24)
+KEPT_FOR = timedelta(hours=24)
 _REMOVABLE: Final[Mapping[type[BaseModel], type[tables.Named]]] = {
     Model: tables.Model,
     Corpus: tables.Corpus,
@@ -232,7 +232,7 @@ class Creation:
             select(tables.IdempotentAnswer).where(
                 tables.IdempotentAnswer.tenant_id == self.operator.tenant_id,
                 tables.IdempotentAnswer.key == self.key,
-                tables.IdempotentAnswer.created_at > now(session) - _KEPT_FOR,
+                tables.IdempotentAnswer.created_at > now(session) - KEPT_FOR,
             )
         )
         if answer is not None and answer.request_digest != digest:
@@ -256,7 +256,7 @@ class Creation:
         """Store the answer of the key, and delete answers that are older than a day."""
         at = now(session)
         session.execute(
-            delete(tables.IdempotentAnswer).where(tables.IdempotentAnswer.created_at <= at - _KEPT_FOR)
+            delete(tables.IdempotentAnswer).where(tables.IdempotentAnswer.created_at <= at - KEPT_FOR)
         )
         session.add(
             tables.IdempotentAnswer(

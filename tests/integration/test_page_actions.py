@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fastapi.routing import iter_route_contexts
+from sqlalchemy import text
 from starlette.testclient import TestClient
 
 from permille.schemas.access import Role
@@ -100,6 +101,10 @@ def test_a_confirmation_holds_only_for_what_the_page_showed(api: Api) -> None:
     assert len(api.get("/v1/releases?name=tiny").json()["items"]) == 2
     made = send(client, "/ui/new/release", "confirmed", shown=facts(late), **typed)
     assert made.headers["location"] == "/ui/releases/tiny?version=3"
+    with api.service.database.write() as session:  # the page stays open for two days
+        session.execute(text("UPDATE idempotent_answers SET created_at = created_at - 172800000000"))
+    old = send(client, "/ui/new/release", "confirmed", shown=facts(late), **typed)
+    assert "Version 4 of tiny will have the package of tiny 3." in shown(old)
 
 
 def test_a_moved_rollout_is_shown_again_before_it_is_moved(api: Api) -> None:

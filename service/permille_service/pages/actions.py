@@ -22,9 +22,10 @@ from permille.schemas.packages import BuildCreate
 from permille.schemas.problems import ProblemType
 from permille.schemas.releases import ReleaseCreate
 from permille.store import releases, rows, tables
+from permille.store.database import now
 from permille.store.fleet import groups
 from permille.store.ids import new_code
-from permille_service.creation import Creation
+from permille_service.creation import KEPT_FOR, Creation
 from permille_service.devices import routes as device_routes
 from permille_service.forms import Form, form_of
 from permille_service.pages import forms, sign_in
@@ -131,7 +132,8 @@ def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
         key = hashlib.sha256(f"{typed.get('form', '')}\0{body.model_dump_json()}".encode()).hexdigest()
         with page.service.database.read() as session:
             effect = action.effect(session, page.tenant_id, body)
-            is_made = session.get(tables.IdempotentAnswer, (page.tenant_id, key)) is not None
+            answer = session.get(tables.IdempotentAnswer, (page.tenant_id, key))
+            is_made = answer is not None and answer.created_at > now(session) - KEPT_FOR
         if effect is not None and not is_made and not effect.is_confirmed(typed):
             return page.render(
                 "confirm",
