@@ -51,6 +51,8 @@ _WHOLE = {
 TIMEOUT_S = 30.0
 CONNECT_S = 5.0
 LOOK_S = 2.0
+PATIENCE_S = 60.0
+"""Time for which a stream of events is resumed although the service does not answer."""
 
 
 class Client:
@@ -127,8 +129,12 @@ class Client:
                 return items
 
     def events(self, job_id: str) -> Iterator[dict[str, Any]]:
-        """Yield a job's events until the job ends. If the stream ends earlier, resume it."""
-        last = 0
+        """Yield a job's events until the job ends. If the stream ends earlier, resume it.
+
+        Raises:
+            CommandError: the service refuses the request, or has not answered for about a minute.
+        """
+        last, heard_at = 0, time.monotonic()
         while True:
             headers = {"Last-Event-ID": str(last)}
             path = f"/v1/jobs/{job_id}/events/stream"
@@ -141,6 +147,7 @@ class Client:
                         response.read()
                         raise _error(response)
                     for line in response.iter_lines():
+                        heard_at = time.monotonic()
                         if line.startswith("data:"):
                             event = json.loads(line.removeprefix("data:"))
                             last = event["seq"]
@@ -154,7 +161,9 @@ class Client:
                         return
                     time.sleep(LOOK_S)
             except httpx.TransportError as exc:
-                raise _unreachable(self._http, exc) from exc
+                if time.monotonic() - heard_at > PATIENCE_S:
+                    raise _unreachable(self._http, exc) from exc
+                time.sleep(LOOK_S)  # `permille up` may be starting the API again
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:

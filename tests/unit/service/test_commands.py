@@ -417,3 +417,35 @@ def test_events_are_looked_up_where_no_stream_is_free(monkeypatch: pytest.Monkey
     client = Client("http://127.0.0.1", "token")
     client._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://127.0.0.1")
     assert [event["seq"] for event in client.events("job_1")] == [1, 2]
+
+
+class Cut(httpx.SyncByteStream):
+    """A stream that ends with the first event, because the API is killed."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield b'data: {"seq": 1}\n\n'
+        raise httpx.RemoteProtocolError("peer closed connection")
+
+
+def test_the_waiting_goes_on_when_the_api_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.headers["Last-Event-ID"])
+        match len(asked):
+            case 1:
+                return httpx.Response(200, stream=Cut())
+            case 3:
+                return httpx.Response(200, content=b'data: {"seq": 2}\n\n')
+            case 4:
+                return httpx.Response(204)
+        raise httpx.ConnectError("connection refused")
+
+    monkeypatch.setattr(client_module, "LOOK_S", 0.0)
+    client = Client("http://127.0.0.1", "token")
+    client._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://127.0.0.1")
+    assert [event["seq"] for event in client.events("job_1")] == [1, 2]
+    assert asked == ["0", "1", "1", "2"]
+    monkeypatch.setattr(client_module, "PATIENCE_S", 0.0)
+    with pytest.raises(CommandError, match="No service answers"):
+        list(client.events("job_1"))
