@@ -84,13 +84,13 @@ def home_of(context: typer.Context) -> Home:
     only `enroll` creates it.
 
     Raises:
-        InputError: there is no such folder, so its name may be misspelt.
+        OperatorError: there is no such folder. Its name may be misspelt, or its disk is not mounted.
     """
     root: Path = context.obj
     source = context.find_root().get_parameter_source("home")
     is_typed = source is not None and source.name == "COMMANDLINE"
     if is_typed and context.info_name != "enroll" and not root.exists():
-        raise InputError(f"There is no folder {root}. Check --home, or enrol there first.")
+        raise OperatorError(f"There is no folder {root}. Check --home, or enrol there first.")
     return open_home(root)
 
 

@@ -59,7 +59,7 @@ def test_the_home_is_that_of_the_command_line_then_of_the_environment(
 def test_a_misspelt_home_is_refused_and_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     named = tmp_path / "misspelt"
     for command in (["status"], ["share-log", "on"], ["chat"]):
-        assert main(["--home", str(named), *command]) == ExitCode.INPUT_REFUSED
+        assert main(["--home", str(named), *command]) == ExitCode.OPERATOR
         assert f"There is no folder {named}. Check --home" in capsys.readouterr().err
     assert not named.exists()
     assert main(["--home", str(named), "enroll", "https://localhost", "no-invitation"]) == 3
