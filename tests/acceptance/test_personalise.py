@@ -171,6 +171,7 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         ("--folder", str(NOTES), *text): "is a file. Name a GGUF file with --gguf",
         ("--gguf", str(tmp_path / "cut.gguf"), *text): "cut.gguf is truncated",
         (*model, *text, "--work", str(NOTES)): "is a file. Name a folder",
+        (*model, "--text", str(NOTES.parent), "--work", str(NOTES.parent / "w")): "lies in your text",
     }
     for options, message in cases.items():
         done = permille("personalise", *out, *options)

@@ -298,6 +298,11 @@ def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path | None)
         raise CommandError(f"The folder {out.parent} is not writable. Name another --out.", Exit.REFUSED)
     if work is not None and work.exists() and not work.is_dir():
         raise CommandError(f"--work {work} is a file. Name a folder.", Exit.REFUSED)
+    if work is not None and (around := [path for path in texts if work.is_relative_to(path)]):
+        # Training would read the files of the work folder, for example a corpus, as the person's text.
+        raise CommandError(
+            f"--work {work} lies in your text {around[0]}. Name a folder outside.", Exit.REFUSED
+        )
     if out.exists():
         raise CommandError(f"{out} exists already. Remove it, or name another --out.", Exit.REFUSED)
 
