@@ -1,11 +1,24 @@
 """Tests of maintenance windows: cron, durations, time zones and daylight saving time."""
 
+import zoneinfo
+from collections.abc import Iterator
 from datetime import UTC, datetime
 
 import pytest
 
 from permille.errors import InputError
 from permille.fleet.windows import Window
+
+
+@pytest.fixture
+def no_system_zones() -> Iterator[None]:
+    """Hide the time zones of the operating system. A small container or Android has none."""
+    before = zoneinfo.TZPATH
+    zoneinfo.reset_tzpath(to=[])
+    zoneinfo.ZoneInfo.clear_cache()
+    yield
+    zoneinfo.reset_tzpath(to=before)
+    zoneinfo.ZoneInfo.clear_cache()
 
 
 def is_open(window: Window, moment: str) -> bool:
@@ -53,6 +66,12 @@ def test_an_hour_that_is_missing_has_no_window_and_one_that_comes_twice_has_two(
     window = Window(cron="30 2 * * *", minutes=10, zone="Europe/Berlin")
     assert not any(is_open(window, f"2026-03-29 {hour:02d}:35") for hour in range(24))
     assert sum(is_open(window, f"2026-10-25 {hour:02d}:35") for hour in range(24)) == 2
+
+
+@pytest.mark.usefixtures("no_system_zones")
+def test_a_zone_is_known_without_the_system_s_time_zones() -> None:
+    window = Window(cron="30 2 * * *", minutes=10, zone="Europe/Berlin")
+    assert is_open(window, "2026-07-01 00:35")
 
 
 @pytest.mark.parametrize(
