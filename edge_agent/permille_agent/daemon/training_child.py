@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -202,6 +203,8 @@ def _supervise(child: subprocess.Popen[str], line: str, keep_going: Callable[[],
         reader.join(STOP_GRACE_S)
     # The child died before it read its request. Wait for the end of its output.
     except BrokenPipeError:
+        with suppress(BrokenPipeError):  # this tries again to write the request
+            child.stdin.close()
         reader.join(STOP_GRACE_S)
     finally:
         if reader.is_alive():

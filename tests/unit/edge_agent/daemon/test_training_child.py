@@ -115,6 +115,21 @@ def test_a_child_that_dies_is_tried_again_later(home: Home, child_doing: Doing, 
         train_in_child(home, REQUEST, lambda: True)
 
 
+def test_a_child_that_dies_before_it_reads_is_tried_again_later(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = subprocess.Popen
+
+    def die_first(_command: object, **options: Any) -> Any:
+        child = real([sys.executable, "-c", "raise SystemExit(3)"], **options)
+        child.wait()
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", die_first)
+    with pytest.raises(RetryableError, match="process ended with 3"):
+        train_in_child(home, REQUEST, lambda: True)
+
+
 def test_a_child_is_stopped_by_its_parents_pipe(home: Home, child_doing: Doing) -> None:
     child_doing("stop.wait(60)\nreturn SimpleNamespace(outcome='interrupted')")
     asked = iter([True, False])
