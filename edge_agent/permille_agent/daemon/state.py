@@ -67,7 +67,8 @@ def data_fingerprint(paths: Sequence[Path]) -> str:
 
 def _files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
-        if not path.is_dir():
+        # `Path.is_dir` raises if a network folder does not answer.
+        if not os.path.isdir(path):  # noqa: PTH112
             yield path
             continue
         for folder, folders, names in os.walk(path):
