@@ -273,7 +273,7 @@ class Daemon:
         except PermilleError as exc:
             if isinstance(exc, RetryableError):
                 self._put_off(exc)
-            else:
+            elif part.path.is_dir():  # without the folder, the user has left
                 log.warning("round %d: `permille-agent federations status` says why it failed", number)
                 membership.end(number, f"failed: {exc}")
             return False

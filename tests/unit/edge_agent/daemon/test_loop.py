@@ -21,7 +21,7 @@ from permille_agent.daemon.policy import PowerAndLoad
 from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import READY, RoundRequest, TrainingRequest
 from permille_agent.federation.exchange import Exchanged
-from permille_agent.federation.membership import join, leave
+from permille_agent.federation.membership import drop_left, join, leave
 from permille_agent.federation.part import Invited, RoundPart, begin_part
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import Enrolment
@@ -454,6 +454,20 @@ def test_a_part_whose_federation_was_left_is_stopped(
     rounds.part = part
     assert not taking_part.train_if_wanted()
     assert len(rounds.requests) == 1
+
+
+def test_a_part_whose_files_are_gone_ends_without_a_result(
+    home: Home, daemon: Daemon, outside: Outside, rounds: Rounds, part: RoundPart
+) -> None:
+    def leave_meanwhile(_home: Home, _request: RoundRequest, _keep_going: Callable[[], bool]) -> str:
+        leave(part.membership)
+        drop_left(part.membership, part.membership.choice())
+        raise OperatorError("the folder of the part is gone")
+
+    daemon._world = replace(outside.world(), train_part=leave_meanwhile)
+    rounds.part = part
+    assert not daemon.train_if_wanted()
+    assert not part.membership.path.exists()
 
 
 def test_a_part_that_cannot_be_trained_ends_and_one_whose_process_died_is_tried_again(
