@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
-from permille.errors import InputError, PermilleError, RetryableError
+from permille.errors import InputError, OperatorError, PermilleError, RetryableError
 from permille_agent.daemon.policy import Policy, PowerAndLoad, decide, may_continue, read_machine, read_policy
 from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import (
@@ -106,8 +106,15 @@ class Daemon:
         while not self._stop.is_set():
             if self._world.monotonic() >= next_poll:
                 next_poll = self._world.monotonic() + self.poll()
+            try:
+                trained = self.train_if_wanted()
+            except OperatorError as exc:
+                # The disk is full, or a record is damaged. After a few quick restarts, systemd would give up.
+                log.warning("training: %s", exc)
+                self._stop.wait(POLL_S)
+                continue
             # After a training, poll at once to report its result.
-            if self.train_if_wanted():
+            if trained:
                 next_poll = self._world.monotonic()
                 continue
             # Wait at most a minute, because the policy may allow a training before the next poll.
@@ -140,7 +147,8 @@ class Daemon:
             # LockedError means that another command is running, so the next pause need not be longer.
             self._failed_polls += 0 if isinstance(exc, LockedError) else 1
             log.warning("poll: %s: %s", type(exc).__name__, exc)
-            self._note(poll_error=_words(exc))
+            with suppress(OperatorError):  # on a full disk, the log has the error
+                self._note(poll_error=_words(exc))
             return self._pause_after(exc)
         self._failed_polls = 0
         return POLL_S * (1.0 + self._world.rng.uniform(-JITTER, JITTER))

@@ -308,6 +308,32 @@ def test_run_ends_when_it_is_told_to(home: Home, enrolment: Enrolment, outside: 
     assert not thread.is_alive()
 
 
+def test_a_full_disk_does_not_end_the_daemon(
+    home: Home,
+    daemon: Daemon,
+    service: DeviceService,
+    outside: Outside,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    daemon.poll()
+    service.faults = [Fault(path="/v1/", status=503, times=10_000)]
+    stop, waits = threading.Event(), list[float]()
+
+    def refuse(*_: object) -> None:
+        raise OperatorError("no space left on the device")
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        stop.set()
+
+    monkeypatch.setattr(loop, "write_record", refuse)
+    monkeypatch.setattr(stop, "wait", wait)
+    Daemon(home, stop, outside.world()).run()
+    assert waits == [POLL_S]
+    assert "no space left" in caplog.text
+
+
 def test_a_policy_that_becomes_wrong_stops_training_not_the_daemon_but_none_starts_with_it(
     home: Home, daemon: Daemon, outside: Outside
 ) -> None:
