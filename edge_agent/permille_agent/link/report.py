@@ -293,7 +293,8 @@ def _withdraw(home: Home, report: RunReport) -> RunReport:
     metrics = report.metrics and report.metrics.model_copy(update=_NO_DIGESTS)
     known = report.metrics_delivery is Delivery.SENT
     log = Delivery.DELETION_WANTED if known else Delivery.NONE
-    return _save(home, replace(report, log_delivery=log, metrics=metrics))
+    reason = "" if known else report.reason  # once the metrics are sent, it is about the log
+    return _save(home, replace(report, log_delivery=log, metrics=metrics, reason=reason))
 
 
 def _deliver_one(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
@@ -356,7 +357,7 @@ def _send_deletion(home: Home, api: DeviceApi, report: RunReport) -> RunReport:
         # A log that the service does not have needs no deletion.
         if exc.status not in (404, 410):
             return _save(home, replace(report, reason=str(exc)[:500]))
-    return _save(home, replace(report, log_delivery=Delivery.DELETED))
+    return _save(home, replace(report, log_delivery=Delivery.DELETED, reason=""))
 
 
 def _log_path(home: Home, run_id: str) -> Path:

@@ -169,6 +169,20 @@ def test_a_log_that_found_no_room_goes_with_the_consent(device: Device) -> None:
     assert not (device.home.reports / f"{RUN_ID}.log").exists()
 
 
+def test_the_reason_of_a_refused_log_goes_with_the_log(device: Device) -> None:
+    device.queue()
+    device.service.faults = [Fault(path="log", status=409, body=NO_ROOM)]
+    device.deliver()
+    assert "409" in device.report().reason
+    assert withdraw_logs(device.home) == 1
+    assert device.report().reason == ""
+    device.service.faults = [Fault(path="log", status=400)]
+    assert device.deliver() == Delivered(sent=0, refused=1)
+    assert "400" in device.report().reason
+    assert device.deliver() == Delivered(sent=1, refused=0)
+    assert device.report().reason == ""
+
+
 def test_a_revoked_device_keeps_its_reports(device: Device, enrolment: Enrolment) -> None:
     device.queue(log=None)
     device.service.revoked.add(enrolment.device_id)
