@@ -74,7 +74,8 @@ def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
     Raises:
         InputError: the name fits no federation or several.
     """
-    found = [each for each in offers if name == each.name or _hex(each).startswith(name)]
+    digits = name.removeprefix("sha256:")
+    found = [each for each in offers if name == each.name or _hex(each).startswith(digits)]
     if not name or len(found) != 1:
         if not offers:
             raise InputError("The service offers this device no federations.")

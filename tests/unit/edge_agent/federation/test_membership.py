@@ -43,6 +43,7 @@ def _offer(digit: str, name: str) -> FederationOffer:
 def test_an_offer_is_found_by_name_or_digest_and_a_refusal_lists_both() -> None:
     first, second = _offer("1", "readers"), _offer("2", "readers")
     assert find_offer([first], "readers") == find_offer([first, second], "11") == first
+    assert find_offer([first, second], second.definition_digest) == second
     with pytest.raises(InputError, match=r"2 offered .* readers \(1{12}\), readers \(2{12}\)\."):
         find_offer([first, second], "readers")
     with pytest.raises(InputError, match=r"^The service offers this device no federations\.$"):
