@@ -76,7 +76,7 @@ def install_service(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Start the daemon whenever you log in, by systemd or launchd.
+    """Write a service file, so that systemd or launchd starts the daemon at each login.
 
     [bold]Examples[/bold]
 
@@ -84,7 +84,8 @@ def install_service(
 
       permille-agent install-service
 
-    This writes one file in your home folder and needs no root.
+    This writes one file in your home folder and needs no root. The command that is printed enables the
+    service.
     """
     from permille_agent.daemon.service_file import agent_command, service_file
     from permille_agent.daemon.service_file import install_service as write_file
@@ -110,7 +111,7 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
 
     To change the policy, write policy.toml in the agent's home folder. Possible entries:
     hours = ["22:00-07:00"], require_ac = true, min_battery = 50, max_load = 0.5, minutes_per_day = 60,
-    minutes_per_run = 30.
+    minutes_per_run = 30, method = "zeroth-order", report_loss = "bit", tags = ["canary"].
     """
     from permille_agent.daemon.policy import decide, read_machine, read_policy
     from permille_agent.daemon.state import read_daemon_state

@@ -115,6 +115,8 @@ def rollback(context: typer.Context, as_json: JsonOption = False) -> None:
     [bold]Examples[/bold]
 
       permille-agent rollback
+
+    Repeat the command to go further back. After the oldest model, it returns to the model where you began.
     """
     from permille_agent.state import models
 

@@ -145,7 +145,7 @@ def verify(
 
 
 def report(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Send the waiting reports. They contain only numbers, and logs if you share them.
+    """Send the waiting reports. They contain no text, and logs or trained values only if you share them.
 
     [bold]Examples[/bold]
 
@@ -177,7 +177,7 @@ def share_log_on(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @share_log.command("off")
 def share_log_off(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Stop sharing logs, and drop the logs that wait to be sent.
+    """Stop sharing logs, and drop all logs and trained values that wait to be sent.
 
     Uploaded logs stay at the service until you run `share-log delete`.
     """
@@ -195,7 +195,7 @@ def share_state_on(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @share_state.command("off")
 def share_state_off(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Stop sharing trained values, and drop those that wait to be sent.
+    """Stop sharing trained values, and drop all logs and trained values that wait to be sent.
 
     Uploaded values stay at the service until you run `share-log delete`.
     """

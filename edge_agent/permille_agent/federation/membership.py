@@ -72,7 +72,7 @@ class RoundsProgress:
         number: number of finished rounds that this device has followed.
         sent: number of contributions that the service accepted.
         last_round: last round that this device has worked on.
-        last: result of that work: sent, late, refused or failed.
+        last: result of that work: sent, not sent, late, refused or failed.
         adopted_round: round whose state trainings start from.
         waiting_for: why the device cannot take part now.
     """

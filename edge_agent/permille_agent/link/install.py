@@ -1,7 +1,8 @@
 """Installation of a downloaded package, after a trial in a confined child process.
 
-The trial verifies the whole package, tokenizes and decodes a sentence, and computes one forward pass. If the
-package has an ExecuTorch program and the runtime is installed, the program computes the pass, too.
+The trial verifies the whole package, tokenizes and decodes a sentence, and computes its losses with the base
+and with a pooled state. If the package has an ExecuTorch program and the runtime is installed, the program
+computes the losses, too.
 
 If the trial fails, the installed package stays. After a success, the old package is kept until the new one
 has been used once (`state/models.py`). If the new one does not open, the old package is installed again.
