@@ -292,8 +292,7 @@ class Daemon:
         consent = read_consent(self._home)
         request = TrainingRequest(
             data_paths=read_references(self._home),
-            # Pass only minutes that the user has set. Without them, the release or the default decides.
-            minutes=policy.minutes_per_run if "minutes_per_run" in policy.model_fields_set else None,
+            minutes=policy.minutes_per_run,
             method=policy.method,
             share_log=consent.share_log,
             share_state=consent.share_state,

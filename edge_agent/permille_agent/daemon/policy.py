@@ -82,7 +82,7 @@ class Policy(BaseModel, frozen=True, extra="forbid", strict=True):
     min_battery: Annotated[int, Field(ge=0, le=100)] = 50
     max_load: Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)] = 0.5
     minutes_per_day: Annotated[float, Field(ge=0, le=1440)] = 60.0
-    minutes_per_run: Annotated[float, Field(ge=0.1, le=1440)] = 30.0
+    minutes_per_run: Annotated[float | None, Field(ge=0.1, le=1440)] = None
     method: Annotated[Method | None, Field(strict=False)] = None
     report_loss: Literal["number", "bit"] = "number"
     tags: Annotated[tuple[Name, ...], Field(strict=False, max_length=20)] = ()

@@ -244,6 +244,7 @@ def test_policy_is_shown_with_what_speaks_against_training(agent: Agent, home: H
     home.policy.write_text("hours = []\nminutes_per_day = 7\n")
     document = agent("policy", "--json").document
     assert (document["hours"], document["minutes_per_day"], document["may_train_now"]) == ([], 7, False)
+    assert document["minutes_per_run"] is None, "the release or the default decides"
     assert any("allowed hours" in reason for reason in document["reasons_against"])
     home.policy.write_text("minutes = 7\n")
     assert agent("policy").code == ExitCode.INPUT_REFUSED
