@@ -32,17 +32,11 @@ from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.install import install, try_package
-from permille_agent.link.rollout import Participation, note_failure, note_installed, read_standing, take_part
+from permille_agent.link.rollout import Participation, note_failure, note_installed, take_part
 from permille_agent.link.trust import TrustedReleases
-from permille_agent.link.verify import Verified, verify_package_files
+from permille_agent.link.verify import Verified, packages_in_use, verify_package_files
 from permille_agent.state.home import Home
-from permille_agent.state.models import (
-    DAMAGED,
-    InstalledRelease,
-    installed_release,
-    read_releases,
-    referenced_models,
-)
+from permille_agent.state.models import DAMAGED, InstalledRelease, installed_release
 
 STALE_S = 3600.0  # a temporary file that is older belongs to a process that was killed
 # Free space that a download leaves for the file system, partial files and the state of a run.
@@ -240,14 +234,6 @@ def collect_garbage(home: Home, *, now_s: float) -> int:
     blobs.sweep(before_s=now_s - STALE_S)
     _sweep_temporary(home, before_s=now_s - STALE_S)
     return freed + _clear_partial(home)
-
-
-def packages_in_use(home: Home) -> set[str]:
-    """Return the digests of all packages that are installed, active or kept for a rollback."""
-    releases, part = read_releases(home), read_standing(home).part
-    before = None if part is None else part.before
-    used = {model.package for model in referenced_models(home)}
-    return used | {kept.manifest_digest for kept in (releases.installed, releases.previous, before) if kept}
 
 
 def _choose(

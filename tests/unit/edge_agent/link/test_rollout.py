@@ -29,9 +29,10 @@ from permille_agent.link.rollout import (
     note_failure,
     read_standing,
 )
+from permille_agent.link.verify import verify
 from permille_agent.state.choices import add_references
 from permille_agent.state.home import Home
-from permille_agent.state.models import installed_release
+from permille_agent.state.models import installed_release, opening
 from permille_agent.training.decision import Decision
 from tests.device_service import DeviceService, Fault
 from tests.packages import tiny_package
@@ -157,6 +158,14 @@ def test_a_halt_leaves_the_version_where_it_is_and_a_revert_takes_it_back(
     assert device.service.blob_bytes_sent == sent, "nothing is fetched again"
     assert read_standing(device.home).part is None
     assert not BlobFolder(device.home.blobs).has(second.digest)
+
+
+def test_the_earlier_package_is_checked_until_the_rollout_ends(device: Device, second: Package) -> None:
+    device.service.offer(OFFER)
+    device.pull()
+    with opening(device.home, second.digest):
+        pass  # after its first use, only the rollout keeps the earlier package
+    assert verify(device.home).packages == 2
 
 
 def test_an_alias_that_moves_while_a_device_polls_is_followed(
