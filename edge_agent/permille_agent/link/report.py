@@ -191,13 +191,14 @@ def _collect(home: Home, run: RunFolder) -> int:
     if new:
         agreed = run.load("consent", AgreedTo)
         shared = agreed is not None and log.is_file() and not _is_withdrawn(home, agreed.withdrawals)
-        enqueue(
-            home,
-            run.run_id,
-            outcome.metrics,
-            shared_log=log.read_bytes() if shared else None,
-            withdrawals=agreed.withdrawals if agreed else 0,
-        )
+        data = log.read_bytes() if shared else None
+        withdrawals = agreed.withdrawals if agreed else 0
+        try:
+            enqueue(home, run.run_id, outcome.metrics, shared_log=data, withdrawals=withdrawals)
+        except InputError as exc:
+            # The log is too large. This must hold back neither the metrics nor the reports of other runs.
+            report = enqueue(home, run.run_id, outcome.metrics, shared_log=None)
+            _save(home, replace(report, log_delivery=Delivery.REFUSED, reason=str(exc)))
     # If the log may be sent, the queue now has a copy of it, so the file in the run's folder can go.
     log.unlink(missing_ok=True)
     return int(new)

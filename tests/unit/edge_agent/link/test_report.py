@@ -8,6 +8,7 @@ import pytest
 from permille.errors import InputError, OperatorError
 from permille.schemas.problems import ProblemType
 from permille.schemas.runs import MAX_LOG_BYTES
+from permille_agent.link import report as module
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import AccessRefusedError, ServiceUnavailableError
 from permille_agent.link.enrolment import Enrolment
@@ -284,6 +285,20 @@ def test_a_run_that_ended_before_it_was_reported_is_found(device: Device) -> Non
     device.deliver()
     assert set(device.service.runs) == {RUN_ID, OTHER_RUN_ID}
     assert device.service.logs == {OTHER_RUN_ID: LOG}
+
+
+def test_a_log_that_is_too_large_does_not_hold_back_the_reports(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished_run(device.home, "a", RUN_ID, log=LOG)
+    finished_run(device.home, "b", OTHER_RUN_ID)
+    monkeypatch.setattr(module, "MAX_LOG_BYTES", len(LOG) - 1)
+    assert [collect_reports(device.home), collect_reports(device.home)] == [2, 0]
+    device.deliver()
+    assert (set(device.service.runs), device.service.logs) == ({RUN_ID, OTHER_RUN_ID}, {})
+    assert device.service.runs[RUN_ID]["state_digest"] is None
+    assert device.report().log_delivery is Delivery.REFUSED
+    assert "can be sent" in device.report().reason
 
 
 def test_consent_withdrawn_during_a_run_holds_for_its_log(device: Device) -> None:
