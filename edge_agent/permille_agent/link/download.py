@@ -97,7 +97,7 @@ class Download:
             except AccessRefusedError:
                 if refused_token:
                     raise
-                # A token is valid for an hour, and a download may take longer. So sign in again once.
+                # The clock of a token stands still while the device sleeps. So sign in again once.
                 refused_token = True
                 self._api.forget_token()
             except RequestRefusedError as exc:
@@ -108,6 +108,7 @@ class Download:
                 # An attempt that was fast enough, including the wait before it, does not count as a failure.
                 grown, now_s = self._stored_bytes() - stored, time.monotonic()
                 failures = 0 if grown > LEAST_RATE * (now_s - since_s) else failures + 1
+                refused_token = refused_token and grown <= 0  # bytes prove that the new token was accepted
                 since_s = now_s
                 wait_s = self._api.connection.wait_before_retry(failures, exc)
                 if wait_s is None:

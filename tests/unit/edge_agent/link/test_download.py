@@ -88,8 +88,16 @@ BUSY = {"retry-after": "1"}
         [Fault(path="blobs", flip_byte=77_777)],
         [Fault(path="blobs", status=503, headers=BUSY), CUT, Fault(path="blobs", status=429)],
         [CUT, Fault(path="blobs", status=401)],
+        [Fault(path="blobs", status=401), CUT, Fault(path="blobs", status=401)],
     ],
-    ids=["many cuts", "a server that ignores ranges", "wrong bytes once", "a busy server", "an ended token"],
+    ids=[
+        "many cuts",
+        "a server that ignores ranges",
+        "wrong bytes once",
+        "a busy server",
+        "an ended token",
+        "two ended tokens",
+    ],
 )
 def test_what_goes_wrong_on_the_way_costs_bytes_only(
     device: Device, service: DeviceService, faults: list[Fault]
