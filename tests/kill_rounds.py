@@ -29,7 +29,7 @@ STEPS: dict[str, tuple[Any, str, int, bool]] = {
     "gain-measured": (part, "_measured_gain", 1, False),
     "step-remembered": (adam, "write_atomic", 2, False),
     "step-durable": (Journal, "append", 2, False),
-    "part-trained": (part.RoundPart, "make_contribution", 1, True),
+    "part-trained": (part, "write_atomic", 1, True),
     "contribution-kept": (part, "write_atomic", 1, False),
     "contribution-not-sent": (DeviceApi, "contribute", 1, True),
     "contribution-sent": (DeviceApi, "contribute", 1, False),

@@ -71,8 +71,6 @@ def kept_round(folder: Path) -> int | None:
 
 
 def _adopted(home: Home, package_digest: str) -> tuple[Path, AdoptedRound] | None:
-    if not home.federations.is_dir():
-        return None
     newest: tuple[int, Path, AdoptedRound] | None = None
     for path in home.federations.glob(f"*/{_RECORD}"):
         record = read_record(path, AdoptedRound)

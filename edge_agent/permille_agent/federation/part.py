@@ -101,10 +101,6 @@ class RoundPart:
         # Otherwise a power loss could bring the part back.
         fsync_folder(self.path.parent)
 
-    def make_contribution(self, data: bytes) -> None:
-        """Write the contribution durably."""
-        write_atomic(self.contribution, data, mode=0o600)
-
     def begin_again(self) -> None:
         """Delete all results except the invitation, because another text or engine gives other steps."""
         for path in self.path.iterdir():
@@ -248,7 +244,7 @@ def _train(
         c_TQ=c_TQ,
         gain=gain.gain,
     )
-    part.make_contribution(identity.sign_contribution(contribution))
+    write_atomic(part.contribution, identity.sign_contribution(contribution), mode=0o600)
     return True
 
 
