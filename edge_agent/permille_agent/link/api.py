@@ -8,8 +8,8 @@ Unknown fields of an answer are ignored. A missing field is an error. `client.py
 
 import base64
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -39,6 +39,7 @@ from permille.schemas.fleet.rollouts import RolloutReport
 from permille.version import __version__
 from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille_agent.link.client import (
+    JSON_LIMIT_BYTES,
     AccessRefusedError,
     Body,
     Connection,
@@ -203,15 +204,13 @@ class DeviceApi:
         """Fetch the bytes of a metadata file or target. The caller verifies them."""
         return self._call("GET", path, limit_bytes=limit_bytes)
 
-    @contextmanager
     def blob(
         self, package_digest: str, blob_digest: str, *, start: int, etag: str
-    ) -> Iterator[httpx.Response]:
+    ) -> AbstractContextManager[httpx.Response]:
         """Fetch a blob from byte `start` if its ETag is still `etag`, else from its beginning."""
         headers = {"range": f"bytes={start}-", "if-range": etag} if start and etag else {}
         path = f"/v1/packages/{package_digest}/blobs/{blob_digest}"
-        with self.connection.stream(path, {**headers, **self._authorization()}) as response:
-            yield response
+        return self.connection.stream(path, {**headers, **self._authorization()})
 
     def blob_range(self, package_digest: str, blob_digest: str, begin: int, end: int) -> bytes:
         """Fetch the bytes `begin:end` of a blob. The caller checks their hash.
@@ -310,7 +309,7 @@ class DeviceApi:
         *,
         body: Body = None,
         headers: Mapping[str, str] | None = None,
-        limit_bytes: int = 1 << 20,
+        limit_bytes: int = JSON_LIMIT_BYTES,
     ) -> bytes:
         def send() -> bytes:
             sent = {**(headers or {}), **self._authorization()}
