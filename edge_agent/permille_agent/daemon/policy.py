@@ -59,8 +59,6 @@ ALWAYS = Hours(start=time(0), end=time(0))
 
 
 def _read_hours(item: object) -> Hours:
-    if isinstance(item, Hours):
-        return item
     if not isinstance(item, str) or _HOURS.fullmatch(item) is None:
         raise ValueError(f'write hours as "HH:MM-HH:MM", from 00:00 to 23:59, not {item!r}')
     if item == "00:00-24:00":
