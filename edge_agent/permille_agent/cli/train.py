@@ -4,7 +4,6 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -221,8 +220,7 @@ def train(
     chosen = EngineChoice(name=engine, threads=threads, device=device, dtype=dtype)
     # Progress goes to standard error, so that standard output has only the result.
     live = LiveProgress(home, None if as_json else PlainConsole(stderr=True))
-    wanted = _Shared(log=share_log, state=share_state)
-    result, log = _train(home, paths or (), options, chosen, live, wanted)
+    result, log = _train(home, paths or (), options, chosen, live, share_log, share_state)
     active = active_model(home)
     # The request may be a run that finished earlier, and another model may be in use since then.
     in_use = active is not None and active.run == result.run
@@ -231,23 +229,19 @@ def train(
     raise typer.Exit(int(_EXIT_CODES[result.outcome.value]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shared:
-    """Sharing options of this command. None means the setting of `share-log` or `share-state`."""
-
-    log: bool | None
-    state: bool | None
-
-
 def _train(
     home: "Home",
     paths: Sequence[Path],
     options: "TrainOptions",
     engine: EngineChoice,
     live: "LiveProgress",
-    wanted: _Shared,
+    share_log: bool | None,
+    share_state: bool | None,
 ) -> tuple["RunResult", "Delivery"]:
-    """Train and queue the report. Also share the log or state of an earlier run if an option asks for it."""
+    """Train and queue the report. Also share the log or state of an earlier run if an option asks for it.
+
+    If `share_log` or `share_state` is None, the setting of that name decides.
+    """
     from permille.schemas.runs import LogForm
     from permille_agent.link import report
     from permille_agent.training.options import RunContext
@@ -263,8 +257,8 @@ def _train(
     consent = read_consent(home)
     with hold_lock(home, "train"), _stopped_by_signals() as stop, live as progress:
         context = RunContext(
-            share_log=consent.share_log if wanted.log is None else wanted.log,
-            share_state=consent.share_state if wanted.state is None else wanted.state,
+            share_log=consent.share_log if share_log is None else share_log,
+            share_state=consent.share_state if share_state is None else share_state,
             withdrawals=consent.withdrawals,
             stop=stop,
             progress=progress,
@@ -274,8 +268,8 @@ def _train(
         # Queue the report first, because `share_run` adds a log only to a report that is queued.
         report.collect_reports(home)
         # Only an earlier run needs this. For a new run, `collect_reports` has already queued the log.
-        if result.known and (wanted.log or wanted.state):
-            form = LogForm.LOG if wanted.log else LogForm.STATE
+        if result.known and (share_log or share_state):
+            form = LogForm.LOG if share_log else LogForm.STATE
             report.share_run(home, result.run, form, withdrawals=consent.withdrawals)
         return result, report.log_delivery(home, result.run_id)
 

@@ -312,12 +312,6 @@ def test_compare_shows_both_models(home: Home, tmp_path: Path, capsys: pytest.Ca
     assert "bits per byte" in shown
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "generate", "chat", "serve", "export"])
-def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command, "--help"]) == 0
-    assert "Examples" in capsys.readouterr().out
-
-
 def test_words_of_a_package_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     """The messages of a chat template can be among the reasons for leaving text out."""
     message = "There is too little text: 3 x [/template] [link=https://example.org]here"
