@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from permille.digests import digest_of
 from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES
+from permille.package.manifest import Manifest
 from permille.package.reader import verify_package
-from permille_agent.link.pull import check_plan
 from tests.attacks import malformed_layers, malformed_manifests
 from tests.attacks.forge import Attack, Forge
 from tests.unit.package.tiny import Tiny, write_tiny
@@ -22,7 +21,7 @@ ATTACKS: list[tuple[str, Attack]] = [
     *malformed_layers.REGISTER.attacks,
 ]
 NAMES = [*malformed_manifests.REGISTER.names, *malformed_layers.REGISTER.names]
-PLAN_ATTACKS: list[tuple[str, bytes]] = [
+BYTES_ATTACKS: list[tuple[str, bytes]] = [
     ("json-size", b" " * (MAX_MANIFEST_BYTES + 1)),
     ("json-malformed", b"{"),
     ("manifest-version", b"{}"),
@@ -52,7 +51,7 @@ def test_reader_refuses(code: str, build: Attack, forge: Forge) -> None:
         verify_package(forge.target, build(forge))
 
 
-@pytest.mark.parametrize(("code", "manifest"), PLAN_ATTACKS, ids=[code for code, _ in PLAN_ATTACKS])
-def test_plan_refuses_before_a_download(code: str, manifest: bytes) -> None:
+@pytest.mark.parametrize(("code", "manifest"), BYTES_ATTACKS, ids=[code for code, _ in BYTES_ATTACKS])
+def test_a_manifest_is_refused_before_a_download(code: str, manifest: bytes) -> None:
     with pytest.raises(PackageError, match=f"^{code}:"):
-        check_plan(manifest, digest_of(manifest), 1 << 40)
+        Manifest.from_bytes(manifest)

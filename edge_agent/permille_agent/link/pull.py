@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 
 from tuf.api.metadata import TargetFile
 
-from permille.digests import digest_of
 from permille.engines.executorch.build import programs_run_here
 from permille.errors import InputError, OperatorError, PackageError
 from permille.package.blobs import BlobFolder
@@ -125,9 +124,8 @@ def _pull(
         release, target = _choose(api, trusted, enrolment, part)
     try:
         manifest = _fetch_manifest(home, trusted, blobs, target, release.manifest_digest)
-        plan = check_plan(
-            manifest,
-            release.manifest_digest,
+        plan = plan_download(
+            Manifest.from_bytes(manifest),
             _free_bytes(home),
             present={blob.digest for blob in blobs.entries()},
             program=programs_run_here(),
@@ -152,7 +150,7 @@ def _pull(
         release=release,
         changed=before is None or before.manifest_digest != release.manifest_digest,
         download_bytes=plan.download_bytes,
-        package_bytes=plan.package_bytes,
+        package_bytes=plan.manifest.size_bytes,
         collected_bytes=0,
     )
 
@@ -164,39 +162,22 @@ class DownloadPlan:
     manifest: Manifest
     layers: tuple[Layer, ...]
     download_bytes: int
-    package_bytes: int
 
 
-def check_plan(
-    manifest_bytes: bytes,
-    expected_digest: str,
-    free_bytes: int,
-    *,
-    present: Container[str] = (),
-    program: bool = True,
+def plan_download(
+    manifest: Manifest, free_bytes: int, *, present: Container[str] = (), program: bool = True
 ) -> DownloadPlan:
-    """Check a manifest against its digest, the rules of FORMAT 3 and the free disk space.
+    """Choose the layers to download, and compare their size with the free disk space.
 
     Args:
-        manifest_bytes: bytes of the manifest.
-        expected_digest: signed digest of the manifest.
+        manifest: manifest of the package.
         free_bytes: free space of the disk that holds the blobs.
         present: digests of blobs that are already on the disk.
         program: whether to download the package's ExecuTorch program.
 
     Raises:
-        PackageError: the digest differs (`blob-digest`), or the manifest breaks a rule.
         OperatorError: the disk is too small.
     """
-    if len(manifest_bytes) > MAX_MANIFEST_BYTES:
-        got = len(manifest_bytes)
-        raise PackageError(
-            "json-size", f"The manifest has {got} bytes, and at most {MAX_MANIFEST_BYTES} are accepted"
-        )
-    if digest_of(manifest_bytes) != expected_digest:
-        got_digest = digest_of(manifest_bytes)
-        raise PackageError("blob-digest", f"expected the manifest {expected_digest!r:.100}, got {got_digest}")
-    manifest = Manifest.from_bytes(manifest_bytes)
     wanted = (layer for layer in manifest.layers if program or layer.role is not Role.PROGRAM)
     missing = {layer.digest: layer for layer in wanted if layer.digest not in present}
     layers = tuple(sorted(missing.values(), key=lambda layer: (layer.size_bytes, layer.digest)))
@@ -207,9 +188,7 @@ def check_plan(
             f"Not enough disk space: {download + RESERVE_BYTES} bytes needed, {free_bytes} free. Free some "
             "space and pull again."
         )
-    return DownloadPlan(
-        manifest=manifest, layers=layers, download_bytes=download, package_bytes=manifest.size_bytes
-    )
+    return DownloadPlan(manifest=manifest, layers=layers, download_bytes=download)
 
 
 def collect_garbage(home: Home, *, now_s: float) -> int:
@@ -314,8 +293,8 @@ def _install(home: Home, blobs: BlobFolder, release: InstalledRelease, plan: Dow
     """Try the package and install it. A new program of an installed package is tried with the package."""
     Package.open(blobs, release.manifest_digest)
     if _programs(plan) and release == installed_release(home):
-        try_package(home.blobs, release.manifest_digest, size_bytes=plan.package_bytes)
-    install(home, release, size_bytes=plan.package_bytes)
+        try_package(home.blobs, release.manifest_digest, size_bytes=plan.manifest.size_bytes)
+    install(home, release, size_bytes=plan.manifest.size_bytes)
 
 
 def _programs(plan: DownloadPlan) -> list[Layer]:
@@ -333,7 +312,7 @@ def _free_bytes(home: Home) -> int:
 
 def _sweep_temporary(home: Home, *, before_s: float) -> None:
     """Remove temporary files of atomic writes that a kill interrupted."""
-    for folder in (home.root, home.reports, home.partial):
+    for folder in (home.root, home.reports):
         for path in folder.glob(".*.tmp"):
             if path.stat().st_mtime < before_s:
                 path.unlink()

@@ -18,7 +18,7 @@ from permille.training.reference import Reference, make_reference
 from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 from permille.zo.packed_state import StateOrigin, pooled_state
-from permille_agent.link.pull import check_plan
+from permille_agent.link.pull import plan_download
 from tests.bigram_engine import BigramEngine
 from tests.packages import pooled_package, sentences, tiny_package, tiny_tokenizer
 from tests.unit.engines.tiny import VOCABULARY
@@ -157,7 +157,7 @@ def test_a_package_with_a_state_differs_from_its_parent_in_that_alone(package: P
 def test_a_device_that_has_the_package_downloads_the_state_alone(package: Package) -> None:
     made = pooled_package(package, np.ones(package.k, np.int64), -12)
     has = {layer.digest for layer in package.manifest.layers}
-    plan = check_plan(made.manifest.to_bytes(), made.digest, 1 << 40, present=has)
+    plan = plan_download(made.manifest, 1 << 40, present=has)
     assert [layer.role for layer in plan.layers] == [Role.POOLED]
     assert plan.download_bytes < package.k
 
