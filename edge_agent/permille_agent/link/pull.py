@@ -123,9 +123,11 @@ def _pull(
         trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
         release, target = _choose(api, trusted, enrolment, part)
     try:
-        manifest = _fetch_manifest(home, trusted, blobs, target, release.manifest_digest)
+        manifest = Manifest.from_bytes(_fetch_manifest(home, trusted, blobs, target, release.manifest_digest))
+        # Parts of another package would count as free space below, although they are not reused.
+        _clear_partial(home, kept={blobs.path(layer.digest).name for layer in manifest.layers})
         plan = plan_download(
-            Manifest.from_bytes(manifest),
+            manifest,
             _free_bytes(home),
             present={blob.digest for blob in blobs.entries()},
             program=programs_run_here(),
@@ -318,10 +320,11 @@ def _sweep_temporary(home: Home, *, before_s: float) -> None:
                 path.unlink()
 
 
-def _clear_partial(home: Home) -> int:
-    # This is called only after an installation, so no partial download is needed any more.
+def _clear_partial(home: Home, *, kept: Container[str] = ()) -> int:
+    """Delete the partial downloads except those of `kept` blobs. Return their size in bytes."""
     freed = 0
     for path in home.partial.iterdir():
-        freed += path.stat().st_size
-        path.unlink()
+        if path.stem not in kept:
+            freed += path.stat().st_size
+            path.unlink()
     return freed

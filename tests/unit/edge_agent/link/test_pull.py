@@ -130,9 +130,12 @@ def test_a_disk_that_is_too_small_is_found_before_the_download(
 ) -> None:
     small = shutil.disk_usage(device.home.root)._replace(free=1_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: small)
-    with pytest.raises(OperatorError, match="1000 free"):
+    stale = device.home.partial / f"{'f' * 64}.part"
+    stale.write_bytes(bytes(500))
+    with pytest.raises(OperatorError, match=" 1000 free"):
         device.pull()
     assert device.service.blob_bytes_sent == 0
+    assert not stale.exists(), "it belongs to another package, so it is not reused"
 
 
 def test_what_the_service_does_not_have_is_for_a_person(device: Device) -> None:
