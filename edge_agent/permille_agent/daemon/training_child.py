@@ -114,7 +114,7 @@ def train_in_child(
     return _read_answer(answer)
 
 
-def run_child(stdin: TextIO, stdout: TextIO) -> int:
+def run_child(stdin: TextIO, stdout: TextIO) -> None:
     """Run the child process: read one request, write one answer."""
     # Ctrl-C also reaches this child. Ignore it, because the parent stops the child through its pipe.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -133,7 +133,6 @@ def run_child(stdin: TextIO, stdout: TextIO) -> int:
         answer = _Answer(error=kind, message=str(exc))
     stdout.write(json.dumps(as_json(answer)) + "\n")
     stdout.flush()
-    return 0
 
 
 def _train(order: _Order, stop: threading.Event) -> str:
@@ -227,4 +226,4 @@ def _read_answer(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_child(sys.stdin, sys.stdout))
+    run_child(sys.stdin, sys.stdout)
