@@ -113,21 +113,21 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
     hours = ["22:00-07:00"], require_ac = true, min_battery = 50, max_load = 0.5, minutes_per_day = 60,
     minutes_per_run = 30, method = "zeroth-order", report_loss = "bit", tags = ["canary"].
     """
-    from permille_agent.daemon.policy import decide, read_machine, read_policy
+    from permille_agent.daemon.policy import read_machine, read_policy, reasons_to_wait
     from permille_agent.daemon.state import read_daemon_state
 
     home = home_of(context)
     current = read_policy(home)
     state, now = read_daemon_state(home), datetime.now().astimezone()
     used = state.minutes_used(now.date())
-    decision = decide(current, read_machine(), now=now, minutes_used=used)
+    reasons = reasons_to_wait(current, read_machine(), now=now, minutes_used=used)
     document = {
         **current.model_dump(),
         "hours": [str(hours) for hours in current.hours],
         "file": str(home.policy),
         "file_exists": home.policy.exists(),
-        "may_train_now": decision.allowed,
-        "reasons_against": list(decision.reasons),
+        "may_train_now": not reasons,
+        "reasons_against": list(reasons),
     }
     show(document, as_json=as_json)
 

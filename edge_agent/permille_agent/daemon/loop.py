@@ -16,7 +16,14 @@ from datetime import datetime
 from typing import Any
 
 from permille.errors import InputError, OperatorError, PermilleError, RetryableError
-from permille_agent.daemon.policy import Policy, PowerAndLoad, decide, may_continue, read_machine, read_policy
+from permille_agent.daemon.policy import (
+    Policy,
+    PowerAndLoad,
+    read_machine,
+    read_policy,
+    reasons_to_stop,
+    reasons_to_wait,
+)
 from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import (
     READY,
@@ -167,9 +174,8 @@ class Daemon:
             self._note(waiting_for=(str(exc),))
             return False
         state = self._today(read_daemon_state(self._home))
-        now = self._world.now()
-        decision = decide(policy, self._world.machine(), now=now, minutes_used=state.seconds_used / 60.0)
-        reasons = decision.reasons
+        now, used = self._world.now(), state.seconds_used / 60.0
+        reasons = reasons_to_wait(policy, self._world.machine(), now=now, minutes_used=used)
         # A `not_before` more than a day ahead was stored while the clock was wrong, so ignore it.
         if 0 < state.not_before - now.timestamp() <= LONGEST_PAUSE_S:
             reasons += ("the last training failed and is tried again later",)
@@ -368,10 +374,9 @@ class Daemon:
             if is_due and charge() >= policy.minutes_per_day * 60.0:
                 log.info("training stops: the minutes of today are used")
                 return False
-            decision = may_continue(policy, self._world.machine(), now=self._world.now())
-            if not decision.allowed:
-                log.info("training stops: %s", "; ".join(decision.reasons))
-            return decision.allowed and not self._stop.is_set() and wanted()
+            if reasons := reasons_to_stop(policy, self._world.machine(), now=self._world.now()):
+                log.info("training stops: %s", "; ".join(reasons))
+            return not reasons and not self._stop.is_set() and wanted()
 
         try:
             yield keep_going

@@ -101,37 +101,34 @@ class PowerAndLoad:
     load: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """Decision whether training may start or continue, with all reasons against it."""
-
-    reasons: tuple[str, ...]
-
-    @property
-    def allowed(self) -> bool:
-        """True if there is no reason against it."""
-        return not self.reasons
-
-
-def decide(policy: Policy, machine: PowerAndLoad, *, now: datetime, minutes_used: float) -> Decision:
-    """Decide whether training may start at local time `now`, after `minutes_used` today.
+def reasons_to_wait(
+    policy: Policy, machine: PowerAndLoad, *, now: datetime, minutes_used: float
+) -> tuple[str, ...]:
+    """Return all reasons against a training that starts at local time `now`, after `minutes_used` today.
 
     Example:
         >>> machine = PowerAndLoad(on_ac=False, battery=80.0, load=0.1)
-        >>> decide(Policy(), machine, now=datetime(2026, 3, 1, 12), minutes_used=0.0).reasons
+        >>> reasons_to_wait(Policy(), machine, now=datetime(2026, 3, 1, 12), minutes_used=0.0)
         ('the machine runs on battery',)
     """
-    reasons = _may_go_on(policy, machine, now)
+    reasons = reasons_to_stop(policy, machine, now=now)
     if machine.load is not None and machine.load > policy.max_load:
         reasons.append(f"the load is {machine.load:.2f} a core, above {policy.max_load:.2f}")
     if minutes_used >= LAST_START * policy.minutes_per_day:
         reasons.append(f"{minutes_used:.0f} of {policy.minutes_per_day:g} minutes of today are used")
-    return Decision(reasons=tuple(reasons))
+    return tuple(reasons)
 
 
-def may_continue(policy: Policy, machine: PowerAndLoad, *, now: datetime) -> Decision:
-    """Decide whether a running training may continue. The load is ignored, because training raises it."""
-    return Decision(reasons=tuple(_may_go_on(policy, machine, now)))
+def reasons_to_stop(policy: Policy, machine: PowerAndLoad, *, now: datetime) -> list[str]:
+    """Return all reasons against a running training. The load is ignored, because training raises it."""
+    reasons = []
+    if not any(hours.contain(now.time()) for hours in policy.hours):
+        reasons.append(f"{now:%H:%M} is outside of the allowed hours")
+    if policy.require_ac and not machine.on_ac:
+        reasons.append("the machine runs on battery")
+    if machine.battery is not None and machine.battery < policy.min_battery:
+        reasons.append(f"the battery is at {machine.battery:.0f}%, below {policy.min_battery}%")
+    return reasons
 
 
 def read_machine() -> PowerAndLoad:
@@ -167,17 +164,6 @@ def read_policy(home: Home) -> Policy:
         raise InputError(f"{home.policy}: {first['loc'][0]}: {first['msg']}, got {first['input']!r}") from exc
     except ValueError as exc:
         raise InputError(f"{home.policy} is not valid TOML: {exc}") from exc
-
-
-def _may_go_on(policy: Policy, machine: PowerAndLoad, now: datetime) -> list[str]:
-    reasons = []
-    if not any(hours.contain(now.time()) for hours in policy.hours):
-        reasons.append(f"{now:%H:%M} is outside of the allowed hours")
-    if policy.require_ac and not machine.on_ac:
-        reasons.append("the machine runs on battery")
-    if machine.battery is not None and machine.battery < policy.min_battery:
-        reasons.append(f"the battery is at {machine.battery:.0f}%, below {policy.min_battery}%")
-    return reasons
 
 
 def _load() -> float | None:

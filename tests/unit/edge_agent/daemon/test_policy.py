@@ -5,7 +5,14 @@ from datetime import datetime
 import pytest
 
 from permille.errors import InputError
-from permille_agent.daemon.policy import Policy, PowerAndLoad, decide, may_continue, read_machine, read_policy
+from permille_agent.daemon.policy import (
+    Policy,
+    PowerAndLoad,
+    read_machine,
+    read_policy,
+    reasons_to_stop,
+    reasons_to_wait,
+)
 from permille_agent.state.home import Home
 
 IDLE = PowerAndLoad(on_ac=True, battery=None, load=0.0)
@@ -18,18 +25,18 @@ def at(hour: int, minute: int = 0) -> datetime:
 
 def test_hours_may_pass_midnight() -> None:
     times = [(22, 0), (23, 59), (0, 0), (6, 59), (7, 0), (12, 0), (21, 59)]
-    decisions = [decide(NIGHT, IDLE, now=at(*time), minutes_used=0.0) for time in times]
-    assert [decision.allowed for decision in decisions] == [True] * 4 + [False] * 3
+    found = [reasons_to_wait(NIGHT, IDLE, now=at(*time), minutes_used=0.0) for time in times]
+    assert [not reasons for reasons in found] == [True] * 4 + [False] * 3
 
 
 def test_several_ranges_and_none() -> None:
     written = ["12:00-13:00", "18:30-19:00"]
     policy = Policy.model_validate({"hours": written})
     assert [str(hours) for hours in policy.hours] == written
-    allowed = [hour for hour in range(24) if decide(policy, IDLE, now=at(hour, 45), minutes_used=0.0).allowed]
-    assert allowed == [12, 18]
+    waits = {hour: reasons_to_wait(policy, IDLE, now=at(hour, 45), minutes_used=0.0) for hour in range(24)}
+    assert [hour for hour, reasons in waits.items() if not reasons] == [12, 18]
     never = Policy.model_validate({"hours": []})
-    assert not any(decide(never, IDLE, now=at(hour), minutes_used=0.0).allowed for hour in range(24))
+    assert all(reasons_to_wait(never, IDLE, now=at(hour), minutes_used=0.0) for hour in range(24))
 
 
 @pytest.mark.parametrize(
@@ -41,27 +48,27 @@ def test_several_ranges_and_none() -> None:
     ],
 )
 def test_power_and_load_speak_against_training(machine: PowerAndLoad, reason: str) -> None:
-    decision = decide(Policy(), machine, now=at(12), minutes_used=0.0)
-    assert [reason in text for text in decision.reasons] == [True]
+    reasons = reasons_to_wait(Policy(), machine, now=at(12), minutes_used=0.0)
+    assert [reason in text for text in reasons] == [True]
 
 
 def test_the_minutes_of_a_day_run_out() -> None:
-    assert decide(Policy(), IDLE, now=at(12), minutes_used=56.9).allowed
-    assert not decide(Policy(), IDLE, now=at(12), minutes_used=57.0).allowed
-    assert not decide(Policy(minutes_per_day=0.0), IDLE, now=at(12), minutes_used=0.0).allowed
+    assert not reasons_to_wait(Policy(), IDLE, now=at(12), minutes_used=56.9)
+    assert reasons_to_wait(Policy(), IDLE, now=at(12), minutes_used=57.0)
+    assert reasons_to_wait(Policy(minutes_per_day=0.0), IDLE, now=at(12), minutes_used=0.0)
 
 
 def test_all_reasons_are_told_at_once() -> None:
     machine = PowerAndLoad(on_ac=False, battery=3.0, load=9.0)
-    assert len(decide(NIGHT, machine, now=at(12), minutes_used=60.0).reasons) == 5
+    assert len(reasons_to_wait(NIGHT, machine, now=at(12), minutes_used=60.0)) == 5
 
 
 def test_load_does_not_end_a_training_that_runs_but_a_pulled_plug_does() -> None:
     busy = PowerAndLoad(on_ac=True, battery=80.0, load=4.0)
-    assert may_continue(Policy(), busy, now=at(12)).allowed
+    assert not reasons_to_stop(Policy(), busy, now=at(12))
     unplugged = PowerAndLoad(on_ac=False, battery=80.0, load=0.0)
-    assert not may_continue(Policy(), unplugged, now=at(12)).allowed
-    assert not may_continue(NIGHT, IDLE, now=at(7)).allowed
+    assert reasons_to_stop(Policy(), unplugged, now=at(12))
+    assert reasons_to_stop(NIGHT, IDLE, now=at(7))
 
 
 @pytest.mark.parametrize(
