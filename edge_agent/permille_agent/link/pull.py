@@ -4,7 +4,7 @@ Steps:
 
 1. Refresh the signed metadata.
 2. Choose the version: that of a rollout whose wave is open for this device, else that of the alias.
-3. Fetch the manifest by its signed digest, and compare its size with the free disk space.
+3. Fetch the manifest by its signed digest, and compare the size of the missing blobs with the free space.
 4. Download the missing blobs, verify the package as a whole, and install it.
 
 The alias is the operator's unsigned choice among the signed versions, so it may return to an earlier one.

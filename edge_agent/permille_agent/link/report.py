@@ -38,6 +38,7 @@ class _WithdrawnError(Exception):
 class Delivery(StrEnum):
     """Progress of sending the metrics or the log of a report.
 
+    `REFUSED` means that the service refused the data, or that a log is too large to be sent.
     `FULL` means that the device's quota at the service is used up. The data is kept, and sent again when the
     user runs `permille-agent report`.
     """
@@ -62,7 +63,7 @@ class RunReport:
     Attributes:
         withdrawals: how often the user had withdrawn consent before agreeing to share this log. The log is
             sent only if the count is still the same.
-        reason: reason of the service's refusal.
+        reason: reason of the last refusal.
     """
 
     run_id: str
