@@ -111,7 +111,7 @@ def modelfile(file: str, vocabulary: Vocabulary | None, positions: int) -> str:
         else:
             parts = _without_beginning(parts, vocabulary)
             lines.append(f'TEMPLATE """{parts.go()}"""\n')
-        lines += [f"PARAMETER stop {json.dumps(stop)}\n" for stop in _stops(vocabulary)]
+        lines += [f'PARAMETER stop "{stop}"\n' for stop in _stops(vocabulary)]
     lines.append(f"PARAMETER num_ctx {min(positions, _MAX_CONTEXT)}\n")
     return "".join(lines)
 
@@ -208,7 +208,9 @@ def _variables(vocabulary: Vocabulary) -> dict[str, str]:
 def _stops(vocabulary: Vocabulary) -> list[str]:
     special = vocabulary.special
     named = [vocabulary.tokens[special[name]] for name in ("eos", "eot") if name in special]
-    return list(dict.fromkeys([*named, *ends_of_turn(vocabulary.chat_template)]))
+    found = dict.fromkeys([*named, *ends_of_turn(vocabulary.chat_template)])
+    # Ollama knows no escapes, so leave out a token that would end the quotation or the line.
+    return [stop for stop in found if stop.isprintable() and '"' not in stop]
 
 
 def _text(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from gguf import GGUFReader
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from permille.engines.gguf.export import GGUF_FILE, MODELFILE, export_gguf
-from permille.engines.gguf.modelfile import chat_parts
+from permille.engines.gguf.modelfile import chat_parts, modelfile
+from permille.engines.gguf.tokenizer import Vocabulary
 from permille.package.blobs import BlobFolder
 from permille.quantization.types import Scheme
 from tests.packages import CHATML, tiny_tokenizer
@@ -51,6 +53,7 @@ MISTRAL = (
     "{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token }}"
     "{% else %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"
 )
+PLAIN = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 FORMS = {
     "chatml": (CHATML, True),
     "default system": (DEFAULT_SYSTEM, True),
@@ -145,6 +148,28 @@ def test_an_export_names_the_ends_of_a_turn_and_no_beginning_twice(tmp_path: Pat
     assert found["tokenizer.ggml.eos_token_id"] == tokenizer.token_to_id("</s>")
     assert found["tokenizer.ggml.add_bos_token"] is True
     assert found["general.name"] == "mine"
+
+
+def test_stops_are_written_as_ollama_reads_them() -> None:
+    # Ollama knows no escapes: it takes the text between the quotes as it is.
+    stops, unwritable = ["<｜end▁of▁sentence｜>", "\\end"], 'end"\nSYSTEM no'
+    vocabulary = Vocabulary(
+        tokens=[*stops, unwritable],
+        types=[],
+        cut=None,
+        merges=[],
+        scores=[],
+        space_first=False,
+        special={"eos": 0, "eot": 1},
+        add_bos=False,
+        add_eos=False,
+        chat_template=PLAIN,
+    )
+    written = modelfile(GGUF_FILE, vocabulary, 64)
+    assert re.findall("PARAMETER stop (.*)", written) == [f'"{stop}"' for stop in stops]
+    written = modelfile(GGUF_FILE, replace(vocabulary, special={"eos": 2}), 64)
+    assert "stop" not in written
+    assert "SYSTEM" not in written
 
 
 def test_an_unknown_form_is_said_in_the_modelfile(tmp_path: Path) -> None:
