@@ -128,9 +128,10 @@ def export_gguf(
         weights = _Weights(package, values_K, description, kind)
         exported = _write_model(weights, vocabulary, temporary / GGUF_FILE, folder.name)
         if exported.kept < LEAST_KEPT:
+            finer = BlockType.F32 if kind in (BlockType.F16, BlockType.Q8_0) else BlockType.Q8_0
             raise InputError(
-                f"Only {exported.kept:.1%} of the personal change fits into {kind}, "
-                f"less than {LEAST_KEPT:.0%}. Choose the type q8_0."
+                f"Only {max(exported.kept, 0):.1%} of the personal change fits into {kind}, "
+                f"less than {LEAST_KEPT:.0%}. Choose the type {finer}."
             )
         use = modelfile(GGUF_FILE, vocabulary, description.positions)
         write_atomic(temporary / MODELFILE, use.encode())

@@ -228,8 +228,10 @@ def test_four_bits_need_int4_and_enough_of_the_change(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"levels of {scheme}. Choose the type q8_0"):
             export_gguf(other, None, tmp_path / "out", kind="q4_0")
     package = exported_package(tmp_path / "int4", "llama", changes={"intermediate_size": 96})
-    with pytest.raises(InputError, match=r"Only [0-9.-]+% of the personal change .* Choose the type q8_0"):
+    with pytest.raises(InputError, match=r"Only [0-9.]+% of the personal change .* Choose the type q8_0"):
         export_gguf(package, variants(package, 2, scale=1e-4)[1], tmp_path / "out", kind="q4_0")
+    with pytest.raises(InputError, match=r"of the personal change fits into f16, .* Choose the type f32"):
+        export_gguf(package, variants(package, 2, scale=1e-7)[1], tmp_path / "out", kind="f16")
     assert not (tmp_path / "out").exists()
 
 
