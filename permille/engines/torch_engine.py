@@ -11,6 +11,7 @@ and recomputes the rest. Losses are float32 for any compute dtype, and their mea
 # had the same values so far, H hidden size, D vocabulary, N tokens that a soft target lists, S = G * L.
 """
 
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -307,12 +308,11 @@ def torch_device(name: str) -> torch.device:
         InputError: the name is not cpu, cuda or cuda:<index>.
         OperatorError: the device does not exist.
     """
-    kind = name.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]?))?", name):
         raise InputError(f"The device must be cpu, cuda or cuda:<index>, not {name!r}.")
     device = torch.device(name)
-    found = torch.cuda.device_count() if kind == "cuda" else 1
-    if (device.index or 0) >= found:
+    found = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= found:
         raise OperatorError(
             f"There is no CUDA device {name!r}: torch {torch.__version__} finds {found}. Use the device cpu."
         )

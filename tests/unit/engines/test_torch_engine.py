@@ -171,7 +171,15 @@ def test_info_says_what_decides_the_bits(llama: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"device": "tpu"}, {"compute_dtype": "float16"}, {"threads": 0}, {"max_tokens": 0}], ids=str
+    "options",
+    [
+        {"device": "tpu"},
+        {"device": "cuda:first"},
+        {"compute_dtype": "float16"},
+        {"threads": 0},
+        {"max_tokens": 0},
+    ],
+    ids=str,
 )
 def test_options_that_are_wrong_are_refused(llama: Tiny, options: dict[str, str]) -> None:
     with pytest.raises(InputError, match=r"must be|is not a compute dtype"):
