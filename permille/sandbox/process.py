@@ -135,6 +135,9 @@ class Sandbox:
             # The smaller limit is the one that was broken.
             why = "for all texts together" if limit_s < call_s else "for one text"
             raise SandboxError(f"The tokenizer or template broke its limits {why}: {exc}") from exc
+        except BaseException:  # such as Ctrl-C: the next call must not read the answer of this one
+            self.close()
+            raise
         finally:
             self._budget_s -= time.monotonic() - began
         return answer
