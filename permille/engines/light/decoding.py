@@ -20,7 +20,6 @@ from permille.engines.light.model import LightLayer, LightModel
 from permille.engines.light.passes import LossPass, Workspace, finish, run_layer
 from permille.engines.light.sequences import JoinedSequences
 from permille.engines.light.threads import blocks
-from permille.models.architecture import Architecture
 from permille.native.products import TokenProduct
 
 Array = NDArray[np.float32]
@@ -34,7 +33,6 @@ class TextPass(LossPass):
     def __init__(self, tools: Tools, model: LightModel, value_K: Array, room: int) -> None:
         """Reserve memory for `room` tokens: the prompt and the new tokens together."""
         self._model = model
-        self._shape: Architecture = model.architecture
         super().__init__(tools, model.architecture, Workspace(), _tokens(0, 0))
         self.set_values(value_K[None])
         self.length = 0
@@ -42,17 +40,13 @@ class TextPass(LossPass):
         self._kept: dict[int, tuple[Array, Array]] = {}
         self._products: dict[int, TokenProduct] = {}
 
-    def begin(self, count: int) -> NDArray[np.int64]:
-        """Start a pass of `count` tokens, and return their positions."""
-        self._joined = _tokens(self.length, count)
-        # Drop the cosines and sines of the last pass, because the new tokens have other positions.
-        self._tables = {}
-        return self._joined.position_M
-
     def next_logits(self, id_M: NDArray[np.int64]) -> Array:
         """Return the logits [V] after these tokens. The tokens follow those of earlier calls."""
         model = self._model
-        x_1MH = model.embed(id_M, self.begin(len(id_M)))[None]
+        self._joined = _tokens(self.length, len(id_M))
+        # Drop the cosines and sines of the last call, because the new tokens have other positions.
+        self._tables = {}
+        x_1MH = model.embed(id_M, self._joined.position_M)[None]
         with np.errstate(all="ignore"):
             for layer in model.layers:
                 run_layer(self, model.architecture, layer, x_1MH)
@@ -126,7 +120,7 @@ class TextPass(LossPass):
         The operating system allocates a page when it is first written, so unused room takes no memory.
         """
         if id(layer) not in self._kept:
-            shape = (self._room, self._shape.kv_heads, self._shape.head)
+            shape = (self._room, self._architecture.kv_heads, self._architecture.head)
             self._kept[id(layer)] = (np.empty(shape, np.float32), np.empty(shape, np.float32))
         return self._kept[id(layer)]
 

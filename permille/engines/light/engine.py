@@ -103,7 +103,7 @@ class LightEngine:
         if int8:
             # Check each layer now, so that an unsuitable package is refused before the first loss.
             for linear in (linear for layer in self._model.layers for linear in layer.linears):
-                linear.int8_weight()
+                linear.check_int8()
         self._reverse = ReversePass(self._exact, self._model, self._workspace)
         self._lower_states = LowerLayerStates(kept_bytes)
         self._layer_passes = 0

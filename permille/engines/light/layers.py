@@ -140,26 +140,12 @@ def attention(q_TAD: Array, k_SBD: Array, v_SBD: Array, scores: AttentionScores,
     """Compute causal attention of the last T of S tokens. Head a reads key-value head a // (A / B)."""
     if native.attention(q_TAD, k_SBD, v_SBD, *scores, out_TAD):
         return
-    for q_GTD, k_SD, v_SD, out_GTD in _by_head(q_TAD, k_SBD, v_SBD, out_TAD):
-        weight_GTS, _ = attention_weights(q_GTD, k_SD, scores)
-        np.matmul(weight_GTS, v_SD, out=out_GTD)
-
-
-def _by_head(
-    q_TAD: Array, k_SBD: Array, v_SBD: Array, out_TAD: Array
-) -> list[tuple[Array, Array, Array, Array]]:
-    """Return views for each key-value head: the queries that read it, keys, values, and outputs."""
-    heads = k_SBD.shape[1]
-    group = q_TAD.shape[1] // heads
-    return [
-        (
-            q_TAD[:, head * group : (head + 1) * group].transpose(1, 0, 2),
-            k_SBD[:, head],
-            v_SBD[:, head],
-            out_TAD[:, head * group : (head + 1) * group].transpose(1, 0, 2),
-        )
-        for head in range(heads)
-    ]
+    group = q_TAD.shape[1] // k_SBD.shape[1]
+    for head in range(k_SBD.shape[1]):
+        # The query heads that read this key-value head.
+        own = slice(head * group, (head + 1) * group)
+        weight_GTS, _ = attention_weights(q_TAD[:, own].transpose(1, 0, 2), k_SBD[:, head], scores)
+        np.matmul(weight_GTS, v_SBD[:, head], out=out_TAD[:, own].transpose(1, 0, 2))
 
 
 def attention_weights(q_GTD: Array, k_SD: Array, scores: AttentionScores) -> tuple[Array, Array | None]:

@@ -127,8 +127,8 @@ class LightLinear:
         count = -(-count // threads) * threads
         return blocks(self.rows, max(-(-self.rows // count), _LEAST_ROWS))
 
-    def int8_weight(self) -> PackedRows:
-        """Return the codes, if they can be multiplied by 8-bit inputs.
+    def check_int8(self) -> None:
+        """Check that the codes can be multiplied by 8-bit inputs.
 
         Raises:
             InputError: the codes are not int4 with a group size that is a multiple of 32.
@@ -138,7 +138,6 @@ class LightLinear:
                 f"8-bit activations need an int4 package whose group size is a multiple of 32. This one is "
                 f"{self.weight.scheme} with a group size of {self.weight.group_size}. Use the engine light."
             )
-        return self.weight
 
     def values(self, tools: Tools, x_GMK: Array, values_GK: Array) -> LayerValues:
         """Select this layer's part of the values of all groups.
@@ -157,11 +156,8 @@ class LightLinear:
         # BLAS writes directly to some columns of `out_GMN`. The 8-bit kernel can write only a contiguous
         # matrix, so its product is copied to these columns.
         if inputs.q_GMP is None:
-            for group, multiply in self._multiplied(tools, inputs.x_GMK, values.masked_GC, rows):
-                part_MR = out_GMN[group, :, rows]
-                multiply(part_MR)
-                if values.low_rank is not None:
-                    values.low_rank.add(tools.blas, group, rows, part_MR)
+            for group, write in self._outputs(tools, inputs.x_GMK, values, rows):
+                write(out_GMN[group, :, rows])
             return
         for group, part_MR in self.products(tools, inputs, values, rows, "product"):
             out_GMN[group, :, rows] = part_MR
@@ -177,15 +173,13 @@ class LightLinear:
         tokens, width = inputs.x_GMK.shape[1], rows.stop - rows.start
         part_MR = threads.scratch(name, tokens * width).reshape(tokens, width)
         if inputs.q_GMP is None or inputs.scale_GM is None:
-            for group, multiply in self._multiplied(tools, inputs.x_GMK, values.masked_GC, rows):
-                multiply(part_MR)
-                if values.low_rank is not None:
-                    values.low_rank.add(tools.blas, group, rows, part_MR)
+            for group, write in self._outputs(tools, inputs.x_GMK, values, rows):
+                write(part_MR)
                 yield group, part_MR
             return
         # Convert the codes once for all groups, because they do not depend on the values.
         codes = int8_rows(
-            self.int8_weight(),
+            self.weight,
             rows.start,
             rows.stop,
             threads.scratch("weight", scratch_floats(width, self.columns)),
@@ -204,7 +198,7 @@ class LightLinear:
                 values.low_rank.add(tools.blas, group, rows, part_MR)
             yield group, part_MR
 
-    def _changes(self, rows: slice, values_GC: Array) -> "Correction | None":
+    def _changes(self, rows: slice, values_GC: Array) -> Correction | None:
         """Return what the values change in some rows, or None if the mask selects no weight of these rows."""
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         if first == last:
@@ -217,35 +211,32 @@ class LightLinear:
             difference_GC=values_GC[:, first:last] - decoded_at(self.weight, indices),
         )
 
-    def _multiplied(
-        self, tools: Tools, x_GMK: Array, values_GC: Array, rows: slice
+    def _outputs(
+        self, tools: Tools, x_GMK: Array, values: LayerValues, rows: slice
     ) -> Iterator[tuple[int, Callable[[Array], None]]]:
-        """Yield each group and a function that writes `x W^T + b` for these rows.
+        """Yield each group and a function that writes the group's output for these rows.
 
         Call the function before you take the next group, which reuses its memory.
         """
-        for group, weight_RK in self.weights(tools.threads, rows, values_GC):
-            yield group, partial(self.multiply, tools.blas, x_GMK[group], weight_RK, rows)
-
-    def weights(self, threads: Threads, rows: slice, values_GC: Array) -> Iterator[tuple[int, Array]]:
-        """Yield each group, and the tile [R, K] with the group's values. The next group reuses the memory."""
         width = rows.stop - rows.start
-        tile_RK = threads.scratch("weight", width * self.columns).reshape(width, self.columns)
+        tile_RK = tools.threads.scratch("weight", width * self.columns).reshape(width, self.columns)
         dequantize_rows(self.weight, rows.start, rows.stop, tile_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
-        for group, value_C in enumerate(values_GC):
+
+        def write(out_MR: Array, group: int) -> None:
+            tools.blas.product(x_GMK[group], tile_RK, out_MR)
+            if self.bias_N is not None:
+                out_MR += self.bias_N[rows]
+            if values.low_rank is not None:
+                values.low_rank.add(tools.blas, group, rows, out_MR)
+
+        for group, value_C in enumerate(values.masked_GC):
             # Every group overwrites the same places, so the tile is decoded only once.
             set_values(tile_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
-            yield group, tile_RK
+            yield group, partial(write, group=group)
 
     def fill(self, rows: slice, value_C: Array, out_RK: Array) -> None:
         """Write some rows of the weight, with the values of one variant set, to `out_RK`."""
         dequantize_rows(self.weight, rows.start, rows.stop, out_RK)
         first, last = (int(self.row_start_N1[row]) for row in (rows.start, rows.stop))
         set_values(out_RK, self.indices[first:last], value_C[first:last], rows.start * self.columns)
-
-    def multiply(self, blas: Blas, x_MK: Array, weight_RK: Array, rows: slice, out_MR: Array) -> None:
-        """Set `out = x W^T + b` for the rows of a tile."""
-        blas.product(x_MK, weight_RK, out_MR)
-        if self.bias_N is not None:
-            out_MR += self.bias_N[rows]

@@ -132,8 +132,8 @@ def load_model(package: Package, tools: Tools) -> LightModel:
         if has_positions
         else None,
         # The embeddings of OPT-350m have another width than its layers.
-        project_in_HE=parts.matrix("model.decoder.project_in.weight"),
-        project_out_EH=parts.matrix("model.decoder.project_out.weight"),
+        project_in_HE=parts.plain("model.decoder.project_in.weight"),
+        project_out_EH=parts.plain("model.decoder.project_out.weight"),
         hidden=int(package.config["hidden_size"]),
         layers=tuple(
             _layer(parts, settings, f"{architecture.prefix}.{index}.")
@@ -215,7 +215,7 @@ class _Parts:
             InputError: two of these layers share a byte or a block of codes.
         """
         name = f"{path}.weight"
-        weight, bias_N = self._package.quantized(name), self._vector(f"{path}.bias")
+        weight, bias_N = self._package.quantized(name), self.plain(f"{path}.bias")
         total, ends = weight.shape[0], list(accumulate(shares, initial=0))
         return [
             self._rows(name, weight, bias_N, slice(total * first // ends[-1], total * last // ends[-1]))
@@ -257,7 +257,7 @@ class _Parts:
         if leaf is None:
             return None
         kind = self.architecture.norm
-        weight_H = self._vector(f"{prefix}{leaf}.weight")
+        weight_H = self.plain(f"{prefix}{leaf}.weight")
         if weight_H is None:
             # A single number broadcasts to any width.
             weight_H = np.ones(1, np.float32)
@@ -267,13 +267,10 @@ class _Parts:
         return Norm(
             kind=kind,
             weight_H=weight_H if scale == 1 else weight_H * np.float32(scale),
-            bias_H=self._vector(f"{prefix}{leaf}.bias"),
+            bias_H=self.plain(f"{prefix}{leaf}.bias"),
             epsilon=self.architecture.norm_epsilon,
         )
 
-    def matrix(self, name: str) -> Array | None:
-        """Return a small unquantized matrix (the projections of OPT), or None."""
-        return self._vector(name)
-
-    def _vector(self, name: str) -> Array | None:
+    def plain(self, name: str) -> Array | None:
+        """Return a small unquantized tensor as float32, or None if the package does not have it."""
         return np.array(self._package.plain(name).float32()) if name in self._plain else None

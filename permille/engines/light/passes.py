@@ -247,9 +247,8 @@ def _attention(run: LossPass, architecture: Architecture, layer: LightLayer, x_G
     if layer.norm_query is not None and layer.norm_key is not None:
         norm_heads(run, layer.norm_query, q)
         norm_heads(run, layer.norm_key, k)
-    if layer.settings.rope is not None:
-        run.rotate(layer, q)
-        run.rotate(layer, k)
+    run.rotate(layer, q)
+    run.rotate(layer, k)
     # The projections have read the normalized input, so its memory can take the output of the heads.
     (out_GMA,) = run.buffers("normed", x_GMH, architecture.heads * architecture.head)
     run.attend(layer, q, k, v, out_GMA.reshape(q.shape))
