@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from permille.choices import AdapterKind
+from permille.engines.light.threads import blocks
 from permille.package.manifest import AdapterInfo
 from permille.quantization.nf4 import BLOCK_SIZE, NF4_CODES
 from permille.quantization.types import QuantizedTensor, Scheme
@@ -187,7 +188,7 @@ class SparseAdd(nn.Module):
         found = torch.empty(len(self.column_C), device=x_MK.device)
         # Work in slices of the masked weights to bound the memory. A slice has one product for each of its
         # weights and each row of x.
-        for part in _slices(len(found), max(1, _PRODUCTS // len(x_MK))):
+        for part in blocks(len(found), max(1, _PRODUCTS // len(x_MK))):
             order = self.order_C[part]
             found[order] = (d_NM[self.row_C[part]] * x_KM[self.column_C[order]]).sum(dim=1)
         return found
@@ -311,7 +312,7 @@ def tiled_product(x_MK: Tensor, weight: Tiled) -> Tensor:
 def tiles(weight: Tiled) -> list[slice]:
     """Return the ranges of rows that are decoded together."""
     rows, columns = weight.shape
-    return _slices(rows, max(1, _TILE_WEIGHTS // columns))
+    return blocks(rows, max(1, _TILE_WEIGHTS // columns))
 
 
 def as_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -371,7 +372,3 @@ def _sparse_rows(x_MK: Tensor, index_C: Tensor, start: Tensor, value_C: Tensor) 
         index_C, x_MK.T.contiguous(), start, mode="sum", per_sample_weights=value_C, include_last_offset=True
     )
     return summed_NM.T
-
-
-def _slices(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

@@ -8,7 +8,6 @@ comes with a package is never run.
 Shapes: B sequences, T tokens, L states after the last layer, H hidden size, D size of the vocabulary.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -171,14 +170,6 @@ def _positions(package: Package, most: int | None) -> int | None:
         return architecture_of(package.config).positions
     except InputError:  # transformers supports this model, but `permille.models.architecture` does not
         return most
-
-
-def resident_bytes(module: nn.Module) -> Counter[str]:
-    """Count the bytes of all tensors of a model, by the last part of their names."""
-    found: Counter[str] = Counter()
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        found[name.rpartition(".")[2]] += tensor.nbytes
-    return found
 
 
 def _linear(

@@ -13,6 +13,7 @@ and recomputes the rest. Losses are float32 for any compute dtype, and their mea
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,7 +29,7 @@ from torch.nn import functional
 
 from permille.choices import choice_of
 from permille.engines.coded_layers import as_tensor
-from permille.engines.coded_model import CodedModel, load_coded_model, resident_bytes
+from permille.engines.coded_model import CodedModel, load_coded_model
 from permille.engines.inputs import ModelLimits, check_batch, check_prompt, check_values
 from permille.engines.interface import REVERSE_PASSES, EngineInfo
 from permille.engines.sampling import TokenSampling, generate_tokens, new_tokens
@@ -123,8 +124,11 @@ class TorchEngine:
 
     @property
     def resident_bytes(self) -> dict[str, int]:
-        """Return the bytes that the model holds between calls, by kind of tensor (see `coded_layers`)."""
-        return dict(resident_bytes(self._model.module))
+        """Return the bytes that the model holds between calls, by the last part of the tensors' names."""
+        found, module = Counter[str](), self._model.module
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            found[name.rpartition(".")[2]] += tensor.nbytes
+        return dict(found)
 
     def info(self) -> EngineInfo:
         """Return name, versions, compute dtype, threads and device."""
