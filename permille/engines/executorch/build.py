@@ -45,7 +45,7 @@ def build(library: Path = LIBRARY) -> Path:
 
     Raises:
         InputError: the wheel is not installed.
-        OperatorError: there is no C++ compiler, or it failed.
+        OperatorError: there is no C++ compiler, it failed, or the library cannot be written.
     """
     wheel = runtime_folder()
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
@@ -54,7 +54,15 @@ def build(library: Path = LIBRARY) -> Path:
     portable = wheel / "include/executorch/runtime/core/portable_type/c10"
     # Rename the finished file, because another process may have the old library mapped.
     part = library.with_name(f"{library.name}.{os.getpid()}.part")
-    command = [compiler, *_FLAGS, *_DEFINES, f"-I{wheel / 'include'}", f"-I{portable}", "-w", str(SOURCE)]
+    command = [
+        *compiler.split(),
+        *_FLAGS,
+        *_DEFINES,
+        f"-I{wheel / 'include'}",
+        f"-I{portable}",
+        "-w",
+        str(SOURCE),
+    ]
     # Some of these libraries only register kernels or a backend. No symbol refers to them, so the linker
     # would drop them.
     libraries = ["-Wl,--no-as-needed", *(f"-lexecutorch{name}" for name in _NEEDED)]
@@ -67,6 +75,8 @@ def build(library: Path = LIBRARY) -> Path:
         if done.returncode:
             raise OperatorError(f"{compiler}: {(done.stderr.strip() or 'failed').splitlines()[0]}")
         part.replace(library)
+    except OSError as exc:
+        raise OperatorError(f"{exc.filename}: {exc.strerror}") from exc
     finally:
         part.unlink(missing_ok=True)
     return library
