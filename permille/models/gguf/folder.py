@@ -53,9 +53,9 @@ def convert(path: Path, folder: Path) -> None:
     model = read_model(file)
     documents: dict[str, Any] = {CONFIG_FILE: model.config, **tokenizer_files(file)}
     for name, document in documents.items():
-        (folder / name).write_text(json.dumps(document, ensure_ascii=False))
+        (folder / name).write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
     if (template := chat_template(file)) is not None:
-        (folder / "chat_template.jinja").write_text(template)
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     shapes = {name: tuple(file.tensors[stored].shape) for name, stored in model.names.items()}
     write_float32(folder / WEIGHTS_FILE, shapes, _tensors(model))
     # Refuse an invalid folder now, before it gets its final name.

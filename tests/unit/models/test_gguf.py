@@ -1,7 +1,10 @@
 """Tests of GGUF files as models: round trips by the exporter, transformers' own loader, and forged files."""
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -39,6 +42,15 @@ from tests.unit.models.gguf_files import converted, rewritten, written
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     return written(exported_package(folder / "blobs", "llama"), folder / "export")
+
+
+def test_files_are_utf8_in_every_locale(llama: Path, tmp_path: Path) -> None:
+    code = "import sys, pathlib; from permille.models.gguf.folder import convert; "
+    command = [sys.executable, "-c", code + "convert(*map(pathlib.Path, sys.argv[1:]))", llama, tmp_path]
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, env=os.environ | ascii_alone, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Ġ" in (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
 
 
 def test_two_that_convert_a_file_at_once_leave_it_whole(
