@@ -124,7 +124,7 @@ def _read(package: Package, rows: int) -> Vocabulary:
     if cut is None and "unk" in special:
         types[special["unk"]] = TokenType.UNKNOWN
     known = [ids[end] for end in ends_of_turn(files.template) if end in ids]
-    special |= _end_of_turn(read_object(read("generation_config.json")), special.get("eos"), known)
+    special |= _end_of_turn(read_object(read("generation_config.json")), special.get("eos"), known, rows)
     first, last = _around(document)
     return Vocabulary(
         tokens=tokens,
@@ -146,7 +146,6 @@ def _space_first(document: Mapping[str, Any]) -> bool:
     Raises:
         InputError: the tokenizer has a step that `llama` lacks.
     """
-    kinds = {"Prepend": False, "Replace": False, "Metaspace": False}
     before = [*_steps(document.get("normalizer"), "normalizers"), *_pre(document)]
     first = False
     for step in before:
@@ -162,7 +161,7 @@ def _space_first(document: Mapping[str, Any]) -> bool:
         ):
             raise InputError(
                 f"llama.cpp lacks the tokenizer's step {kind!r:.60}. With bytes for unknown characters, it "
-                f"has {', '.join(kinds)}. Export the package for transformers."
+                f"has Prepend, Replace, Metaspace. Export the package for transformers."
             )
     return first
 
@@ -245,14 +244,18 @@ def _around(document: Mapping[str, Any]) -> tuple[bool, bool]:
     return False, False
 
 
-def _end_of_turn(generation: Mapping[str, Any], eos: int | None, known: list[int]) -> dict[str, int]:
+def _end_of_turn(
+    generation: Mapping[str, Any], eos: int | None, known: list[int], rows: int
+) -> dict[str, int]:
     """Return the token `eot`, which ends an answer and is not `eos`, if there is one.
 
-    It is the last such token that `generation_config.json` lists under `eos_token_id`. If that file has no
-    list, it is the last such token of `known`, the tokens in the chat template that are known to end a turn.
+    It is the last such token that `generation_config.json` lists under `eos_token_id`. If that file lists no
+    id below `rows`, it is the last such token of `known`, the tokens in the chat template that are known to
+    end a turn.
     """
     value = generation.get("eos_token_id")
-    named = [one for one in value if isinstance(one, int)] if isinstance(value, list) else []
+    listed = value if isinstance(value, list) else []
+    named = [one for one in listed if isinstance(one, int) and 0 <= one < rows]
     others = [one for one in named or known if one != eos]
     return {"eot": others[-1]} if others else {}
 

@@ -172,6 +172,19 @@ def test_stops_are_written_as_ollama_reads_them() -> None:
     assert "SYSTEM" not in written
 
 
+def test_an_end_that_the_vocabulary_lacks_is_left_out(tmp_path: Path) -> None:
+    files = {
+        "tokenizer.json": tiny_tokenizer(VOCABULARY - 8).to_str().encode(),
+        "tokenizer_config.json": json.dumps(TOKENS).encode(),
+        "chat_template.jinja": PLAIN.encode(),
+        "generation_config.json": json.dumps({"eos_token_id": [1, VOCABULARY, -1]}).encode(),
+    }
+    model = tiny_model("llama", vocab_size=VOCABULARY, hidden_size=64)
+    package = write_package(BlobFolder(tmp_path / "blobs"), model, Scheme.INT4, files=files)
+    export_gguf(package, None, tmp_path / "mine", kind="q8_0")
+    assert re.findall("PARAMETER stop (.*)", (tmp_path / "mine" / MODELFILE).read_text()) == ['"</s>"']
+
+
 def test_an_unknown_form_is_said_in_the_modelfile(tmp_path: Path) -> None:
     files = {
         "tokenizer.json": tiny_tokenizer(VOCABULARY - 8).to_str().encode(),
