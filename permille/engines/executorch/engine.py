@@ -31,7 +31,11 @@ Array = NDArray[np.float32]
 
 
 class ExecutorchEngine:
-    """See `permille.engines.interface.Engine` for what each method promises."""
+    """See `permille.engines.interface.Engine` for what each method promises.
+
+    Attributes:
+        shape: the sizes of one pass of the program.
+    """
 
     def __init__(self, package: Package, *, threads: int | None = None) -> None:
         """Map the program of a package.
@@ -71,7 +75,7 @@ class ExecutorchEngine:
             raise PackageError(
                 "program-binding", f"The program takes {k} masked weights, and the package has {package.k}."
             )
-        self._shape = ProgramShape(variants=variants, rows=rows, tokens=tokens)
+        self.shape = ProgramShape(variants=variants, rows=rows, tokens=tokens)
         vocabulary = package.config["vocab_size"]
         self._limits = ModelLimits(k=k, vocabulary=vocabulary, positions=tokens)
         self._lock = threading.Lock()
@@ -90,11 +94,6 @@ class ExecutorchEngine:
         A program computes all rows of each pass, so unused rows count, too.
         """
         return self._layer_passes
-
-    @property
-    def shape(self) -> ProgramShape:
-        """Return the sizes of one pass of the program."""
-        return self._shape
 
     def info(self) -> EngineInfo:
         """Return name, versions, threads and device."""
@@ -141,11 +140,11 @@ class ExecutorchEngine:
     def _losses(self, values_VK: Array, batch: Batch) -> Array:
         """Return the losses [V, B, T - 1] of a checked batch."""
         sequences, tokens = batch.input_ids_BT.shape
-        rows = self._shape.rows
+        rows = self.shape.rows
         # Arrays of the program's fixed sizes, for all passes of the call.
-        ids_RT = np.zeros((rows, self._shape.tokens), np.int64)
-        loss_RT = np.zeros((rows, self._shape.tokens - 1), np.float32)
-        values = np.zeros((self._shape.variants, self.k), np.float32)
+        ids_RT = np.zeros((rows, self.shape.tokens), np.int64)
+        loss_RT = np.zeros((rows, self.shape.tokens - 1), np.float32)
+        values = np.zeros((self.shape.variants, self.k), np.float32)
         found = np.empty((len(values_VK) * sequences, tokens - 1), np.float32)
         with self._lock:
             for first, last in self._passes(len(values_VK), sequences):
@@ -168,9 +167,9 @@ class ExecutorchEngine:
         """Yield ranges of pairs. The pairs are ordered by variant, and each range fits into one pass."""
         first = 0
         while first < variants * sequences:
-            # A pass has at most `self._shape.variants` variants. It may start in the middle of a variant's
+            # A pass has at most `self.shape.variants` variants. It may start in the middle of a variant's
             # sequences.
-            most = (first // sequences + self._shape.variants) * sequences
-            last = min(first + self._shape.rows, most, variants * sequences)
+            most = (first // sequences + self.shape.variants) * sequences
+            last = min(first + self.shape.rows, most, variants * sequences)
             yield first, last
             first = last

@@ -38,7 +38,7 @@ class ProgramShape:
 class Program:
     """An open program. It must not be called from several threads at a time."""
 
-    def __init__(self, path: Path, *, threads: int | None = None) -> None:
+    def __init__(self, path: Path, *, threads: int) -> None:
         """Map a program.
 
         Raises:
@@ -47,8 +47,7 @@ class Program:
         """
         self._library = _library()
         self._opened = ctypes.c_void_p()
-        # 0 leaves the number of threads to the runtime.
-        code = self._library.program_open(str(path).encode(), threads or 0, ctypes.byref(self._opened))
+        code = self._library.program_open(str(path).encode(), threads, ctypes.byref(self._opened))
         if code:
             raise InputError(f"This is no program of ExecuTorch: {self._error(code)}")
         # `finalize` closes the program when this object is collected or the interpreter ends. So no caller

@@ -14,6 +14,6 @@ def test_a_compiler_that_is_not_there_needs_an_operator(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setattr(module, "runtime_folder", lambda: tmp_path)
-    with pytest.raises(OperatorError, match="no-such-compiler.*No such file"):
+    with pytest.raises(OperatorError, match=r"no-such-compiler.*No such file"):
         module.build(tmp_path / "library.so")
     assert not list(tmp_path.iterdir())
