@@ -71,7 +71,7 @@ _MISSING_LAYERS = {
 
 _OTHERS = "`permille models catalogue` lists models to choose from."
 # The largest number of layers. Tensors are listed layer by layer, so a forged number could fill the memory.
-_LARGEST_LAYERS = 4096
+MOST_LAYERS = 4096
 
 
 # Keys of a model with vision that also hold for its text model.
@@ -249,7 +249,7 @@ def shape_of(config: Config) -> ModelShape:
     return ModelShape(
         family=family,
         about=about,
-        layers=read.size("num_hidden_layers", largest=_LARGEST_LAYERS),
+        layers=read.size("num_hidden_layers", largest=MOST_LAYERS),
         hidden=hidden,
         inner=read.size(about.inner),
         vocabulary=read.size("vocab_size"),

@@ -16,14 +16,16 @@ from permille.errors import InputError
 from permille.models.architecture import Activation, Architecture, architecture_of
 from permille.models.descriptions import BlockKind, Family, NormKind
 from permille.models.families import expected_tensors, shape_of
-from permille.models.gguf.config import ARCHITECTURES, PATTERNS, UNROTATED, adds_one, row_order
+from permille.models.gguf.config import (
+    ARCHITECTURES,
+    GEMMAS,
+    PATTERNS,
+    SCALED_BY_WIDTH,
+    UNROTATED,
+    adds_one,
+    row_order,
+)
 
-_GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
-_SCALED_BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
-"""The 27B models, by family and number of layers. llama.cpp recognises them by the same two properties.
-
-llama.cpp scales their attention scores by `(hidden size / heads) ** -0.5`.
-"""
 # Families whose biases llama.cpp reads.
 _BIASED = (Family.LLAMA, Family.QWEN2, Family.GPT_NEOX, Family.GRANITE)
 
@@ -140,14 +142,14 @@ def describe(config: Mapping[str, Any]) -> Description:
 
 def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
     family = decoder.family
-    by_width = (family, len(decoder.layers)) in _SCALED_BY_WIDTH
+    by_width = (family, len(decoder.layers)) in SCALED_BY_WIDTH
     width = shape_of(config).hidden // decoder.heads if by_width else decoder.head
     # llama.cpp derives the scale of the scores from this width. Only a Granite file can state another scale.
     if family is not Family.GRANITE and not np.isclose(decoder.attention_scale, width**-0.5):
         raise _unknown(f"scores scaled by {width} ** -0.5", decoder.attention_scale)
     expected = (
         {Activation.GELU_TANH}
-        if family in _GEMMAS
+        if family in GEMMAS
         else {Activation.GELU, Activation.GELU_TANH}
         if family is Family.GPT_NEOX
         else {Activation.SILU}

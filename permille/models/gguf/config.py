@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from permille.errors import InputError
 from permille.models.architecture import architecture_of
 from permille.models.descriptions import Family
-from permille.models.families import expected_tensors, shape_of
+from permille.models.families import MOST_LAYERS, expected_tensors, shape_of
 from permille.models.gguf.file import OTHERWISE, GgufFile
 from permille.models.rope import rope_of
 from permille.models.settings import HINT
@@ -49,11 +49,13 @@ UNROTATED = 4
 _NEIGHBOURS = (MODEL_ARCH.LLAMA, MODEL_ARCH.SMOLLM3, MODEL_ARCH.GRANITE)
 # Llama and Mistral share `llama`. In reverse order, Llama comes after Mistral and replaces it.
 _FAMILIES = {MODEL_ARCH_NAMES[arch]: family for family, arch in reversed(ARCHITECTURES.items())}
-_GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
-# The 27B models, as family and number of layers. They scale attention scores by
-# `(hidden size / heads) ** -0.5`, and the other models by `(head width) ** -0.5`.
-_BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
-MOST_LAYERS = 4096
+GEMMAS = (Family.GEMMA, Family.GEMMA2, Family.GEMMA3_TEXT)
+SCALED_BY_WIDTH = {(Family.GEMMA2, 46), (Family.GEMMA3_TEXT, 62)}
+"""The 27B models, by family and number of layers. llama.cpp recognises them by the same two properties.
+
+They scale attention scores by `(hidden size / heads) ** -0.5`. The other models scale them by
+`(head width) ** -0.5`.
+"""
 # The values of `factor` in the scaling of Llama 3.1 and of Llama 3.2.
 _LLAMA3_FACTORS = (8.0, 32.0)
 
@@ -157,7 +159,7 @@ def adds_one(family: Family, name: str) -> bool:
 
     llama.cpp applies every weight as it is stored, so a GGUF file holds `1 + w`.
     """
-    return family in _GEMMAS and name.endswith("norm.weight")
+    return family in GEMMAS and name.endswith("norm.weight")
 
 
 def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
@@ -212,7 +214,7 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         "num_key_value_heads": shared,
         "head_dim": head,
         "rms_norm_eps": _positive(file, f"{arch}.attention.layer_norm_rms_epsilon", 1e-6),
-        "hidden_act": "gelu_pytorch_tanh" if family in _GEMMAS else "silu",
+        "hidden_act": "gelu_pytorch_tanh" if family in GEMMAS else "silu",
     }
     if family in (Family.LLAMA, Family.GRANITE):
         # The metadata does not say whether there are biases, but the tensors do.
@@ -234,10 +236,10 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         }
     if family is Family.OLMO2 and file.metadata.get(f"{arch}.attention.sliding_window"):
         raise file.refused(f"holds an OLMo 3, which is not supported. {OTHERWISE}")
-    if family in _GEMMAS:
+    if family in GEMMAS:
         config["hidden_activation"] = config["hidden_act"]
     if family in PATTERNS:
-        width = hidden // heads if (family, layers) in _BY_WIDTH else head
+        width = hidden // heads if (family, layers) in SCALED_BY_WIDTH else head
         every = PATTERNS[family]
         kinds = [
             "full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)
