@@ -274,6 +274,7 @@ def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
     window = settings.optional_size("sliding_window", None if shape.family in _NO_WINDOW else 4096)
     if kind is Windows.ALL:
         return (window,) * count
+    kinds = settings.texts("layer_types")
     if kind is Windows.UPPER:
         # 28 is the default of transformers.
         first = settings.size("max_window_layers", 28, least=0)
@@ -282,14 +283,12 @@ def _windows(settings: Settings, shape: ModelShape) -> tuple[int | None, ...]:
         near = tuple(window is not None and layer >= first for layer in range(count))
     else:
         pattern = shape.about.window_pattern
-        kinds = settings.texts("layer_types")
         if kinds is not None:
             # `layer_types` gives the type of each layer, so the pattern is ignored.
             settings.passed_over(("sliding_window_pattern",))
         elif shape.family in (Family.GEMMA3_TEXT, Family.EXAONE4):
             pattern = settings.size("sliding_window_pattern", pattern)
         near = tuple(bool((layer + 1) % pattern) for layer in range(count))
-    kinds = settings.texts("layer_types")
     if kinds is not None:
         if len(kinds) != count or set(kinds) - {"full_attention", "sliding_attention"}:
             raise unsupported(f"{count} layer_types, full_attention or sliding_attention", kinds)

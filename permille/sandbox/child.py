@@ -150,7 +150,6 @@ class _Child:
             today: an ISO date, which templates may print.
         """
         from jinja2 import TemplateError
-        from jinja2.exceptions import SecurityError
 
         if self._templates is None:
             self._templates = _environment()
@@ -175,7 +174,7 @@ class _Child:
             whole = text_of(messages, prompt)
             parts = (text_of(messages[:count], with_prompt) for count, with_prompt in prefixes)
             lengths = [len(part) if whole.startswith(part) else None for part in parts]
-        except (TemplateError, SecurityError) as exc:
+        except TemplateError as exc:
             raise _RefusedError(f"{type(exc).__name__}: {exc}") from exc
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
             raise _RefusedError(f"{type(exc).__name__} in the template") from exc

@@ -274,8 +274,7 @@ def _begin(
 
 
 def _losses(parts: list[_Running]) -> Array:
-    with np.errstate(all="ignore"):
-        return np.concatenate([_part_losses(part) for part in parts])
+    return np.concatenate([_part_losses(part) for part in parts])
 
 
 def _part_losses(part: _Running) -> Array:
