@@ -69,7 +69,8 @@ class Engine(LossEngine, Protocol):
             sampling: the settings.
 
         Raises:
-            InputError: an argument is out of range. The call itself raises the error, before any `next`.
+            InputError: an argument is out of range. The call itself raises this error, before any `next`.
+                `next` raises an InputError if the logits are not finite.
         """
 
     def info(self) -> EngineInfo:

@@ -3,7 +3,8 @@
 A layer runs once for all variants that have the same values in this layer and in all layers below it.
 
 For example, layers below the first perturbed one are computed once per batch. The light engine and the torch
-engine both follow this rule, so they report the same number of layer passes.
+engine both follow this rule. They report the same number of layer passes, unless the light engine takes the
+states below the first masked layer from its cache.
 
 # Legend: V variants, G groups of variants, K masked weights.
 """

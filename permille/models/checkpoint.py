@@ -3,10 +3,10 @@
     checkpoint = Checkpoint(Path("SmolLM2-135M-Instruct"))
     checkpoint.float32("model.norm.weight")
 
-The folder is untrusted input. File names must be on an allow-list, and no symbolic link may lead out of
-the folder. Weights must be safetensors (`permille.models.conversion` makes them from pickles). Every size
-is checked before use. The tensors must be exactly those that the config asks for. Weight files are mapped
-into memory, and never copied as a whole.
+The folder is untrusted input. Only weights and files of an allow-list are read, and no symbolic link may lead
+out of the folder. Weights must be safetensors (`permille.models.conversion` makes them from pickles). Every
+size is checked before use. The tensors must be exactly those that the config asks for. Weight files are
+mapped into memory, and never copied as a whole.
 """
 
 import json

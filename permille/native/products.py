@@ -92,8 +92,9 @@ def compressed_rows(
 class TokenProduct:
     """The product `out = (W + Z) x + b` of one token: codes, sparse values and bias in one call.
 
-    The kernel takes groups of 32, 64 or a multiple of 128 codes. For other groups, on the path "scalar", or
-    without the library, numpy dequantizes the rows and multiplies them.
+    The kernel takes groups of 32, 64 or a multiple of 128 codes, and rows that are whole runs of 32 (see
+    `_is_aligned`). For other weights, on the path "scalar", or without the library, numpy dequantizes the
+    rows and multiplies them.
     """
 
     def __init__(

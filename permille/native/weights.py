@@ -1,4 +1,4 @@
-"""Kernels on a quantized weight: decode rows, set values, and convert 16-bit floats to float32.
+"""Kernels that decode rows of a weight, set values in them, and convert 16-bit floats and Q8_0 to float32.
 
 All results are exact, with and without the library (FORMAT 4.2). Arrays must be C-contiguous. Kernels
 release the interpreter's lock and use one thread, so several threads can share the rows. bfloat16 is

@@ -1,3 +1,5 @@
-"""A confined child process for untrusted tokenizers, chat templates and documents. It loads no torch and
-no numpy.
+"""Confined child processes for untrusted data.
+
+`child` reads tokenizers, chat templates and documents. It loads no torch and no numpy. `conversion` reads
+pickled weights and slow tokenizers, with torch and transformers.
 """

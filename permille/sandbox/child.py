@@ -1,6 +1,7 @@
 """The child process that runs the tokenizer and the chat template of a package.
 
-It reads one request per line, as JSON, and answers each request with one line of JSON.
+It reads one request per line, as JSON, and answers each request with one line of JSON. The bytes of a
+file follow the request that states their size.
 
 The tokenizer and the template come with the package, so they are code and data of a stranger. The
 rules of a tokenizer can double a text thirty times, its patterns can search for ever, and a template
@@ -8,7 +9,8 @@ can loop. The immutable sandbox of jinja2 limits what a template may access. It 
 and memory. So this process limits itself (`confinement.py`), and its parent limits the time and the size
 of answers (`process.py`).
 
-A user's documents may also come from strangers. They are read in another child (`documents.py`).
+A user's documents may also come from strangers. Another process of this program reads them
+(`documents.py`).
 """
 
 import json
@@ -69,9 +71,7 @@ class _Child:
             return {"error": str(exc)[:500]}
 
     def load(self, size: int, tokens: list[str]) -> Answer:
-        """Load a `tokenizer.json` of `size` bytes, which follow the request. Return the ids of some
-        tokens.
-        """
+        """Load a `tokenizer.json` of `size` bytes, which follow the request. Return the ids of `tokens`."""
         from tokenizers import Tokenizer
 
         data = sys.stdin.buffer.read(size)
@@ -181,8 +181,9 @@ class _Child:
         return {"text": whole, "prefixes": lengths}
 
     def extract(self, suffix: str, size: int, limit: int) -> Answer:
-        """Return the texts of a document of `size` bytes, which follow the request. Mail gives one
-        text per message.
+        """Return the texts of a document of `size` bytes, which follow the request.
+
+        Mail gives one text per message.
         """
         from permille.sandbox.documents import texts_of
 

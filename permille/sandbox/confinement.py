@@ -11,8 +11,9 @@ _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # from linux/sched.h
 
 
 def confine(*, memory_bytes: int, cpu_s: int | None = None, file_bytes: int = 0) -> None:
-    """Confine this process for the rest of its life. Call it before threads start, and before numpy is
-    imported.
+    """Confine this process for the rest of its life.
+
+    Call it before threads start, and before numpy is imported.
 
     Args:
         memory_bytes: the limit of address space, including mapped files.

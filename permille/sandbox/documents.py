@@ -104,8 +104,9 @@ def _paragraphs(document: object) -> Iterator[str]:
 
 
 def _mailbox(data: bytes) -> Iterator[str]:
-    """Yield the texts of messages. A message that is damaged or has an unknown charset gives an empty
-    text.
+    """Yield the texts of messages.
+
+    A message that is damaged or has an unknown charset gives an empty text.
     """
     # A message begins with a line `From `. Such lines within a message are quoted by `>` (RFC 4155).
     for message in _FROM_LINE.split(data):

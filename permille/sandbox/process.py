@@ -1,4 +1,4 @@
-"""The parent's side of `child.py`: one child per package, with timeouts per call and for all calls
+"""The parent's side of `child.py`: it starts a child, and limits the time of each call and of all calls
 together.
 
 A call may take `CALL_S`, and longer if its text is long. All calls together may take `BUDGET_S`, and
@@ -36,11 +36,10 @@ class SandboxError(PermilleError):
 
 
 class Sandbox:
-    """The child of one package. It starts with the first call, and ends with `close` or when this object is
-    deleted.
+    """A child process. It starts with the first call, and ends with `close` or when this object is deleted.
 
     Args:
-        load: returns the bytes of `tokenizer.json`. None if only templates are rendered.
+        load: returns the bytes of `tokenizer.json`. None if no tokenizer is needed.
         tokens: the tokens whose ids `start` returns.
 
     Example:
@@ -60,11 +59,14 @@ class Sandbox:
         self._streams = itertools.count()
 
     def start(self) -> Mapping[str, Any]:
-        """Start the child and load the tokenizer. Return the child's answer, which has an `error` if the
-        file cannot be read.
+        """Start the child and load the tokenizer, if there is one.
+
+        Returns:
+            The child's answer, which has an `error` if the tokenizer cannot be read. It is empty without a
+            tokenizer.
 
         Raises:
-            SandboxError: a limit is broken.
+            SandboxError: a limit is broken, or the child ended.
         """
         with self._lock:
             return self._start()
@@ -74,10 +76,10 @@ class Sandbox:
 
         Args:
             characters: the number of characters to process. The timeout grows with this number.
-            data: bytes that follow the request. The request names their size.
+            data: bytes that follow the request. The request states their size.
 
         Raises:
-            SandboxError: a limit is broken.
+            SandboxError: a limit is broken, or the child ended.
         """
         with self._lock:
             if self._child is None or self._child.poll() is not None:

@@ -93,7 +93,7 @@ def export_program(
 
 
 def export_executorch(package: Package, values_K: NDArray[np.float32] | None, folder: Path) -> int:
-    """Write a folder with `model.pte` and the tokenizer's files, for any ExecuTorch runtime with XNNPACK.
+    """Write a folder with `model.pte`, config and tokenizer, for any ExecuTorch runtime with XNNPACK.
 
     The values are float32 constants of the program. An adapter is merged into the weights. The method
     `forward` takes token ids I64 [1, T] and returns logits F32 [1, T, vocabulary]. T is from 2 to

@@ -67,7 +67,7 @@ class BlockType(StrEnum):
 
 
 ENCODED = (BlockType.F32, BlockType.F16, BlockType.Q8_0, BlockType.Q4_0)
-"""Types that `encode` writes. `encode_source` writes the others, for packages of scheme `source`."""
+"""Types that `encode` writes. `encode_source` also writes Q4_1."""
 OWN_CODES = {BlockType.Q8_0: Scheme.INT8, BlockType.Q4_0: Scheme.INT4}
 """The scheme whose codes a type stores unchanged."""
 
