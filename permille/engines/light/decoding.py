@@ -49,7 +49,7 @@ class TextPass(LossPass):
         x_1MH = model.embed(id_M, self._joined.position_M)[None]
         with np.errstate(all="ignore"):
             for layer in model.layers:
-                run_layer(self, model.architecture, layer, x_1MH)
+                run_layer(self, layer, x_1MH)
             self.length += len(id_M)
             # The last hidden state alone predicts the next token, so the head computes one row.
             last_1RH = np.ascontiguousarray(x_1MH[:, -1:])
@@ -86,7 +86,7 @@ class TextPass(LossPass):
         if x_GMH.shape[1] > 1:
             super().feed_forward(gate, up, x_GMH, out_GMI)
             return
-        kind = self._architecture.activation
+        kind = self.architecture.activation
         if gate is None:
             self.linear([up], x_GMH, [out_GMI])
             numbers.activate(kind, out_GMI)
@@ -120,7 +120,7 @@ class TextPass(LossPass):
         The operating system allocates a page when it is first written, so unused room takes no memory.
         """
         if id(layer) not in self._kept:
-            shape = (self._room, self._architecture.kv_heads, self._architecture.head)
+            shape = (self._room, self.architecture.kv_heads, self.architecture.head)
             self._kept[id(layer)] = (np.empty(shape, np.float32), np.empty(shape, np.float32))
         return self._kept[id(layer)]
 

@@ -264,7 +264,7 @@ class LightEngine:
         # Layers below the mask have no trained values, so run one group with an empty vector of values.
         run.set_values(np.empty((1, 0), np.float32))
         for layer in self._model.layers[: self._model.first_masked]:
-            run_layer(run, self._model.architecture, layer, x_1MH)
+            run_layer(run, layer, x_1MH)
             self._layer_passes += 1
         states_MH: Array = x_1MH[0]
         return states_MH
@@ -298,6 +298,6 @@ class _VariantsPass(LossPass):
         return self._room_GMH[: len(source_G)]
 
     def run_layer(self, number: int, state: Array) -> Array:
-        run_layer(self, self._model.architecture, self._model.layers[number], state)
+        run_layer(self, self._model.layers[number], state)
         self.layer_passes += len(state) * len(self._joined.sequences)
         return state

@@ -62,7 +62,7 @@ class LossPass:
     ) -> None:
         self._values_GK = np.empty((0, 0), np.float32)
         self._tools = tools
-        self._architecture = architecture
+        self.architecture = architecture
         self._workspace = workspace
         self._joined = joined
         self._tables: dict[int, tuple[Array, Array]] = {}
@@ -141,7 +141,7 @@ class LossPass:
 
         Gate and up are computed tile by tile, so `out_GMI` is the only array of this size.
         """
-        tools, kind = self._tools, self._architecture.activation
+        tools, kind = self._tools, self.architecture.activation
         inputs, first = self._inputs(x_GMH), up if gate is None else gate
         first_values = first.values(tools, x_GMH, self._values_GK)
         up_values = first_values if gate is None else up.values(tools, x_GMH, self._values_GK)
@@ -192,10 +192,10 @@ def _flat(x: Array) -> Array:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
-def run_layer(run: LossPass, architecture: Architecture, layer: LightLayer, x_GMH: Array) -> None:
+def run_layer(run: LossPass, layer: LightLayer, x_GMH: Array) -> None:
     """Replace the layer's input by its output, in place."""
-    kind = architecture.block
-    attended_GMH = _attention(run, architecture, layer, x_GMH)
+    architecture, kind = run.architecture, run.architecture.block
+    attended_GMH = _attention(run, layer, x_GMH)
     if kind is BlockKind.PARALLEL:
         (added_GMH,) = run.buffers("kept", x_GMH, x_GMH.shape[2])
         # Save this sum first, because the feed-forward part reuses the buffer of the attention.
@@ -211,7 +211,7 @@ def run_layer(run: LossPass, architecture: Architecture, layer: LightLayer, x_GM
     # POST normalizes the sum of the residual and the part's output.
     if kind is BlockKind.POST and layer.norm_attention is not None:
         run.norm(layer.norm_attention, x_GMH, x_GMH)
-    moved_GMH = _mlp(run, layer, x_GMH, normed=kind is not BlockKind.POST)
+    moved_GMH = _mlp(run, layer, x_GMH)
     if layer.norm_mlp_out is not None:
         run.norm(layer.norm_mlp_out, moved_GMH, moved_GMH)
     scale_residual(architecture, moved_GMH)
@@ -239,10 +239,14 @@ def finish(run: LossPass, model: LightModel, states_GRH: Array) -> Array:
     return states_GRH if model.project_out_EH is None else states_GRH @ model.project_out_EH.T
 
 
-def _attention(run: LossPass, architecture: Architecture, layer: LightLayer, x_GMH: Array) -> Array:
-    norm = None if architecture.block is BlockKind.POST else layer.norm_attention
-    normed_GMH = _normed(run, norm, x_GMH)
-    outs, (q, k, v) = head_buffers(run, "inner", architecture, layer, x_GMH)
+def norm_before(architecture: Architecture, norm: Norm | None) -> Norm | None:
+    """Return the norm before attention or the feed-forward part. In a POST block, the norms come after."""
+    return None if architecture.block is BlockKind.POST else norm
+
+
+def _attention(run: LossPass, layer: LightLayer, x_GMH: Array) -> Array:
+    normed_GMH = _normed(run, norm_before(run.architecture, layer.norm_attention), x_GMH)
+    outs, (q, k, v) = head_buffers(run, "inner", layer, x_GMH)
     run.linear(layer.projections, normed_GMH, outs)
     if layer.norm_query is not None and layer.norm_key is not None:
         norm_heads(run, layer.norm_query, q)
@@ -250,7 +254,7 @@ def _attention(run: LossPass, architecture: Architecture, layer: LightLayer, x_G
     run.rotate(layer, q)
     run.rotate(layer, k)
     # The projections have read the normalized input, so its memory can take the output of the heads.
-    (out_GMA,) = run.buffers("normed", x_GMH, architecture.heads * architecture.head)
+    (out_GMA,) = run.buffers("normed", x_GMH, run.architecture.heads * run.architecture.head)
     run.attend(layer, q, k, v, out_GMA.reshape(q.shape))
     # Queries, keys and values are no longer needed, so their memory can take the result.
     (result_GMH,) = run.buffers("inner", x_GMH, x_GMH.shape[2])
@@ -259,10 +263,11 @@ def _attention(run: LossPass, architecture: Architecture, layer: LightLayer, x_G
 
 
 def head_buffers(
-    run: LossPass, name: str, architecture: Architecture, layer: LightLayer, x_GMH: Array
+    run: LossPass, name: str, layer: LightLayer, x_GMH: Array
 ) -> tuple[list[Array], tuple[Array, Array, Array]]:
     """Return work memory for the outputs of `layer.projections`, and q, k and v [G, M, heads, D] in it."""
-    head, heads, kv_heads = architecture.head, architecture.heads, architecture.kv_heads
+    shape = run.architecture
+    head, heads, kv_heads = shape.head, shape.heads, shape.kv_heads
     if layer.fused is not None:
         (fused_GMN,) = run.buffers(name, x_GMH, 3 * heads * head)
         # GPT-NeoX stores query, key and value of each head side by side.
@@ -274,8 +279,8 @@ def head_buffers(
     return found, (q, k, v)
 
 
-def _mlp(run: LossPass, layer: LightLayer, x_GMH: Array, *, normed: bool = True) -> Array:
-    normed_GMH = _normed(run, layer.norm_mlp if normed else None, x_GMH)
+def _mlp(run: LossPass, layer: LightLayer, x_GMH: Array) -> Array:
+    normed_GMH = _normed(run, norm_before(run.architecture, layer.norm_mlp), x_GMH)
     (inner_GMI,) = run.buffers("inner", x_GMH, layer.up.rows)
     run.feed_forward(layer.gate, layer.up, normed_GMH, inner_GMI)
     # Only the inner activations needed the normalized input, so its memory can take the result.

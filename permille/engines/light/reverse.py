@@ -36,6 +36,7 @@ from permille.engines.light.passes import (
     LossPass,
     Workspace,
     head_buffers,
+    norm_before,
     norm_heads,
     run_layer,
     scale_residual,
@@ -94,7 +95,7 @@ class ReversePass:
         for kept_1MH, layer in zip(kept_L1MH, layers, strict=True):
             # Copy the input, because `run_layer` overwrites it.
             np.copyto(kept_1MH, x_1MH)
-            run_layer(run, model.architecture, layer, x_1MH)
+            run_layer(run, layer, x_1MH)
         d_MH = x_1MH[0]
         loss = self._head_back(run, joined, d_MH)
         for kept_1MH, layer in zip(kept_L1MH[::-1], reversed(layers), strict=True):
@@ -165,7 +166,7 @@ class LayerReverse(LossPass):
 
     def layer_back(self, layer: LightLayer, x_MH: Array, d_MH: Array) -> None:
         """Turn the gradient at the layer's output into the gradient at its input, in place."""
-        kind, post = self._architecture.block, self._architecture.block is BlockKind.POST
+        kind, post = self.architecture.block, self.architecture.block is BlockKind.POST
         attended = self._attend(layer, x_MH)
         if kind is BlockKind.PARALLEL:
             # Both branches read the gradient at the output. Copy it, because the first branch changes `d_MH`.
@@ -181,7 +182,7 @@ class LayerReverse(LossPass):
             self.norm_or_copy(layer.norm_attention, moved_MH, middle_MH)
         else:
             self.norm_or_copy(layer.norm_attention_out, moved_MH, middle_MH)
-            scale_residual(self._architecture, middle_MH)
+            scale_residual(self.architecture, middle_MH)
             middle_MH += x_MH
         fed = self._feed(layer, middle_MH)
         d_out_MH = self._after_feed_forward(layer, fed, middle_MH, d_MH)
@@ -189,19 +190,19 @@ class LayerReverse(LossPass):
         # With POST, the norm covers the sum of residual and attention, so both have the same gradient.
         d_out_MH = d_MH if post else moved_MH
         self.norm_back(layer.norm_attention if post else layer.norm_attention_out, moved_MH, d_MH, d_out_MH)
-        scale_residual(self._architecture, d_out_MH)
+        scale_residual(self.architecture, d_out_MH)
         d_MH += self._attention_back(layer, x_MH, attended, d_out_MH)
 
     def _after_feed_forward(self, layer: LightLayer, fed: _Fed, middle_MH: Array, d_MH: Array) -> Array:
         """Return the gradient at the output of the feed-forward part, before the norm that may follow."""
-        post = self._architecture.block is BlockKind.POST
+        post = self.architecture.block is BlockKind.POST
         norm = layer.norm_mlp if post else layer.norm_mlp_out
         if norm is None:
-            if self._architecture.residual_scale == 1:
+            if self.architecture.residual_scale == 1:
                 return d_MH
             out_MH = self._take("fed", d_MH)
             np.copyto(out_MH, d_MH)
-            scale_residual(self._architecture, out_MH)
+            scale_residual(self.architecture, out_MH)
             return out_MH
         out_MH = self._take("fed", d_MH)
         self.linear([layer.down], fed.inner_MI[None], [out_MH[None]])
@@ -212,9 +213,8 @@ class LayerReverse(LossPass):
         return d_out_MH
 
     def _attend(self, layer: LightLayer, x_MH: Array) -> _Attended:
-        shape = self._architecture
-        normed_MH = self._normed("normed", self._norm_before_attention(layer), x_MH)
-        outs, (q, k, v) = head_buffers(self, "heads", shape, layer, x_MH[None])
+        normed_MH = self._normed("normed", norm_before(self.architecture, layer.norm_attention), x_MH)
+        outs, (q, k, v) = head_buffers(self, "heads", layer, x_MH[None])
         self.linear(layer.projections, normed_MH[None], outs)
         before = None
         if layer.norm_query is not None and layer.norm_key is not None:
@@ -231,7 +231,7 @@ class LayerReverse(LossPass):
     def _attention_back(self, layer: LightLayer, x_MH: Array, attended: _Attended, d_out_MH: Array) -> Array:
         d_out_MA = self._workspace.take("d out", attended.out.shape)
         self._linear_back([layer.output], attended.out, [d_out_MH], d_out_MA)
-        d_outs, (d_q, d_k, d_v) = head_buffers(self, "d heads", self._architecture, layer, x_MH[None])
+        d_outs, (d_q, d_k, d_v) = head_buffers(self, "d heads", layer, x_MH[None])
         heads = attended.heads
         d = Heads(q=d_q[0], k=d_k[0], v=d_v[0], out=d_out_MA.reshape(heads.out.shape))
 
@@ -255,16 +255,16 @@ class LayerReverse(LossPass):
                 self.norm_back(norm, before.reshape(-1, width), d_flat, d_flat)
         d_MH = self._take("d normed", x_MH)
         self._linear_back(layer.projections, attended.x_MH, [d_out[0] for d_out in d_outs], d_MH)
-        self.norm_back(self._norm_before_attention(layer), x_MH, d_MH, d_MH)
+        self.norm_back(norm_before(self.architecture, layer.norm_attention), x_MH, d_MH, d_MH)
         return d_MH
 
     def _feed(self, layer: LightLayer, x_MH: Array) -> _Fed:
-        normed_MH = self._normed("normed again", self._norm_before_mlp(layer), x_MH)
+        normed_MH = self._normed("normed again", norm_before(self.architecture, layer.norm_mlp), x_MH)
         linears = [layer.up] if layer.gate is None else [layer.up, layer.gate]
         up, *gate = outs = self.buffers("inner", x_MH[None], *(linear.rows for linear in linears))
         self.linear(linears, normed_MH[None], outs)
         (inner,) = self.buffers("product", x_MH[None], layer.up.rows)
-        kind = self._architecture.activation
+        kind = self.architecture.activation
 
         def rows(part: slice) -> None:
             # Copy the input of the activation, which works in place. Its derivative needs the input.
@@ -285,7 +285,7 @@ class LayerReverse(LossPass):
 
         def rows(part: slice) -> None:
             gate_MI = None if fed.gate_MI is None else fed.gate_MI[part]
-            feed_forward_back(self._architecture.activation, gate_MI, fed.up_MI[part], d_inner_MI[part])
+            feed_forward_back(self.architecture.activation, gate_MI, fed.up_MI[part], d_inner_MI[part])
 
         self._each_rows(rows, d_inner_MI)
         d_MH = self._take("d normed", x_MH)
@@ -293,7 +293,7 @@ class LayerReverse(LossPass):
         # The function `feed_forward_back` has replaced up and gate by their gradients.
         d_outs = [fed.up_MI] if fed.gate_MI is None else [fed.up_MI, fed.gate_MI]
         self._linear_back(linears, fed.x_MH, d_outs, d_MH)
-        self.norm_back(self._norm_before_mlp(layer), x_MH, d_MH, d_MH)
+        self.norm_back(norm_before(self.architecture, layer.norm_mlp), x_MH, d_MH, d_MH)
         return d_MH
 
     def _linear_back(
@@ -330,12 +330,6 @@ class LayerReverse(LossPass):
         out_MH = self._take(name, x_MH)
         self.norm_or_copy(norm, x_MH, out_MH)
         return out_MH
-
-    def _norm_before_attention(self, layer: LightLayer) -> Norm | None:
-        return None if self._architecture.block is BlockKind.POST else layer.norm_attention
-
-    def _norm_before_mlp(self, layer: LightLayer) -> Norm | None:
-        return None if self._architecture.block is BlockKind.POST else layer.norm_mlp
 
     def _each_rows(self, work: Callable[[slice], None], x_MH: Array) -> None:
         """Run a task on parts of the rows, with all threads."""
