@@ -17,13 +17,9 @@ from typing import Any
 from gguf import GGUFWriter, TokenType
 
 from permille.errors import InputError, PackageError
-from permille.models.gguf.tokenizer import DIGITS, GPT2, SPACE, SPLITS
+from permille.models.gguf.tokenizer import DIGITS, GPT2, MOST_LETTERS, SPACE, SPLITS
 from permille.package.reader import Package
 from permille.tokenizer_files import TokenizerFiles, ends_of_turn, read_object
-
-_LONGEST = 256
-"""The largest number of letters of a `llama` token. The time to check a token grows with its length, and the
-file is untrusted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,10 +208,10 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
         last = token
     known = set(pairs)
     for token in ids:
-        if len(token) > _LONGEST:
+        if len(token) > MOST_LETTERS:
             raise InputError(
-                f"The tokenizer has a token of {len(token)} letters. A GGUF export takes at most {_LONGEST}. "
-                "Export the package for transformers."
+                f"The tokenizer has a token of {len(token)} letters. A GGUF export takes at most "
+                f"{MOST_LETTERS}. Export the package for transformers."
             )
         for place in range(1, len(token)):
             left, right = token[:place], token[place:]

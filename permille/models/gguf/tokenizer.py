@@ -45,9 +45,9 @@ word that is itself a token is taken without merging."""
 # Rules of tokenizers that normalize the text (to NFC) before they split it.
 _NORMALIZED = frozenset({"qwen2"})
 _MOST_MERGES = 1 << 20  # Gemma has some 580,000
-_MOST_LETTERS = 256
-"""The largest length of a token of a `llama` tokenizer. A token is split at every place to find its merges,
-so a file with huge tokens would take too long."""
+MOST_LETTERS = 256
+"""The largest number of letters of a token of a `llama` tokenizer. A token is split at every place to find
+its merges, and the file is untrusted, so huge tokens would take too long."""
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def _added(tokens: list[str], types: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _begun(bos: str | None, tokens: list[str]) -> Mapping[str, Any]:
-    number = tokens.index(bos or "")
+def _begun(bos: str, tokens: list[str]) -> Mapping[str, Any]:
+    number = tokens.index(bos)
     first = {"SpecialToken": {"id": bos, "type_id": 0}}
     pieces = [{"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB")]
     return {
@@ -225,8 +225,8 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     vocabulary = {token: number for number, token in enumerate(tokens)}
     ranked: list[tuple[float, int, int, list[str]]] = []
     for token, score in zip(tokens, scores, strict=True):
-        if len(token) > _MOST_LETTERS:
-            raise file.refused(f"has a token of {len(token)} letters, more than {_MOST_LETTERS}")
+        if len(token) > MOST_LETTERS:
+            raise file.refused(f"has a token of {len(token)} letters, more than {MOST_LETTERS}")
         pairs = ([token[:place], token[place:]] for place in range(1, len(token)))
         known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
         ranked += [
