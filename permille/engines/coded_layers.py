@@ -1,9 +1,9 @@
 """Torch modules that keep quantized weights in their codes.
 
 bitsandbytes multiplies NF4 codes (see `_quant_state` for an exception). On a CPU, for many rows, and in the
-reverse pass, it decodes one whole matrix, and frees it after the product. All other codes are decoded in tiles (some
-output rows at a time), with torch operations that every device has. An 8-bit embedding decodes only the rows
-that are looked up. The head is decoded and multiplied tile by tile.
+reverse pass, it decodes one whole matrix, and frees it after the product. All other codes are decoded in
+tiles (some output rows at a time), with torch operations that every device has. An 8-bit embedding decodes
+only the rows that are looked up. The head is decoded and multiplied tile by tile.
 
 A linear layer sees the rows of all variants together, one variant after the other. The product with the codes
 is computed once for all rows. Then each variant's own part is added to its rows.

@@ -7,7 +7,8 @@ optimizers. A loss may be NaN or infinite. An engine returns such a loss and rai
 Arrays: V variants, K masked weights of the whole package (tensors concatenated in `tensor_id` order),
 B sequences, T positions.
 
-Every implementation passes `tests/unit/engines/conformance.py`.
+Every implementation passes the rules of `tests/unit/engines/conformance.py`: `RULES`, or `LOSS_RULES` if it
+computes only losses.
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 The library is written beside this file. It is compiled on the machine that uses it, by a C++ compiler, with
 the headers and libraries of the `executorch` wheel. These headers and libraries need no torch, so a device
-installs the wheel without its dependencies. For Android, use the NDK (docs/howto/train-with-executorch.md).
+installs the wheel without its dependencies. For Android, use the NDK (docs/howto/run-on-android.md).
 """
 
 import importlib.util
