@@ -332,18 +332,6 @@ def test_what_variants_share_is_computed_once_with_the_same_bits(
     assert engine.layer_passes == 2 * 3 * (2 * 4 + 2 * 16)
 
 
-def test_layers_below_the_first_perturbed_one_are_computed_once_a_batch(tmp_path: Path) -> None:
-    shape = Shape(hidden=64, inner=96, layers=4, heads=4, kv_heads=2, vocabulary=96)
-    package, batch = random_package(tmp_path, shape, density=0.01), tiny_batch(lengths=(12, 7))
-    values_VK = variants(package, 8, scale=0.1)
-    lower = sum(package.counts[: 3 * len(package.counts) // 4])
-    values_VK[:, :lower] = values_VK[0, :lower]
-    engine = LightEngine(package)
-    expected = [LightEngine(package).losses(values_K[None], batch)[0] for values_K in values_VK]
-    assert engine.losses(values_VK, batch).tolist() == expected
-    assert engine.layer_passes == 2 * (3 + 8)
-
-
 @pytest.mark.parametrize("kind", [EstimatorKind.SPSA, EstimatorKind.ONE_SIDED])
 def test_a_step_of_the_upper_layers_computes_the_lower_ones_once(kind: EstimatorKind, tmp_path: Path) -> None:
     shape = Shape(hidden=64, inner=96, layers=4, heads=4, kv_heads=2, vocabulary=96)
