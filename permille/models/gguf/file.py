@@ -234,7 +234,7 @@ class _Reader:
             return [self.text() for _ in range(number)]
         if items not in _SCALARS:
             raise self._refused(f"has {key!r:.80} as a list of lists")
-        form = np.dtype({"?": "?"}.get(_SCALARS[items], "<" + _SCALARS[items]))
+        form = np.dtype("<" + _SCALARS[items])
         return np.frombuffer(self.take(number * form.itemsize), form).tolist()
 
     def _refused(self, why: str) -> InputError:
