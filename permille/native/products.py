@@ -39,7 +39,9 @@ def sparse_product(
     the last bits.
 
     Args:
-        row_start_N1, column_C: compressed rows from `compressed_rows`. Their contents are not checked again.
+        row_start_N1: the number of entries before each row, and after the last row, the number of all
+            entries.
+        column_C: the column of each entry, row by row. Starts within the array and columns are not checked.
 
     Raises:
         InputError: an array has another type or shape, or the starts do not run from 0 to C.
@@ -64,31 +66,6 @@ def sparse_product(
     )
 
 
-def compressed_rows(
-    flat_index: NDArray[np.unsignedinteger] | NDArray[np.signedinteger], shape: tuple[int, int]
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return row starts [N + 1] and columns [C] of flat indices into [N, K], both int32.
-
-    For example, two entries in the first row of a 2 by 4 matrix:
-
-        >>> starts, columns = compressed_rows(np.array([1, 3]), (2, 4))
-        >>> starts.tolist(), columns.tolist()
-        ([0, 2, 2], [1, 3])
-
-    Raises:
-        InputError: the indices do not increase, lie outside the matrix, or are 2**31 or more.
-    """
-    rows, columns = shape
-    flat = flat_index.astype(np.int64)
-    # The kernels count entries and columns in 32 bits.
-    if flat.ndim != 1 or flat.size >= 1 << 31 or columns >= 1 << 31 or not (np.diff(flat) > 0).all():
-        raise InputError(f"expected fewer than 2**31 increasing flat indices, got {flat.shape}")
-    if flat.size and not (flat[0] >= 0 and flat[-1] < rows * columns):
-        raise InputError(f"expected flat indices below {rows * columns}, got {flat[0]}..{flat[-1]}")
-    starts = np.searchsorted(flat, np.arange(rows + 1, dtype=np.int64) * columns)
-    return starts.astype(np.int32), (flat % max(columns, 1)).astype(np.int32)
-
-
 class TokenProduct:
     """The product `out = (W + Z) x + b` of one token: codes, sparse values and bias in one call.
 
@@ -108,7 +85,7 @@ class TokenProduct:
 
         Args:
             weight: W, [N, K].
-            entries: row starts and columns of Z, from `compressed_rows`.
+            entries: row starts and columns of Z, as for `sparse_product`.
             difference_C: the entries of Z, value minus decoded weight.
             bias_N: b, or None.
 

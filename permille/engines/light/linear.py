@@ -25,7 +25,7 @@ from permille.engines.light.blas import Blas
 from permille.engines.light.threads import Threads, blocks
 from permille.errors import InputError
 from permille.native.int8 import has_int8, int8_product, int8_rows, scratch_floats
-from permille.native.products import TokenProduct, compressed_rows, sparse_product
+from permille.native.products import TokenProduct, sparse_product
 from permille.native.weights import dequantize_rows, set_values
 from permille.quantization.packed_rows import PackedRows, decoded_at
 
@@ -111,8 +111,8 @@ class LightLinear:
 
     def token_product(self, value_C: Array) -> TokenProduct:
         """Prepare products of single tokens with the layer, for the values of one variant."""
-        entries = compressed_rows(self.indices, self.weight.shape)
         difference_C = value_C - decoded_at(self.weight, self.indices)
+        entries = (self.row_start_N1, self._columns_of(self.indices))
         return TokenProduct(self.weight, entries, difference_C, self.bias_N)
 
     def tiles(self, threads: int) -> list[slice]:
@@ -206,10 +206,13 @@ class LightLinear:
         indices = self.indices[first:last]
         return Correction(
             row_start_N1=self.row_start_N1[rows.start : rows.stop + 1] - np.int32(first),
-            column_C=(indices % np.uint32(self.columns)).astype(np.int32),
+            column_C=self._columns_of(indices),
             # Subtract the decoded weight, because the product with the codes already includes it.
             difference_GC=values_GC[:, first:last] - decoded_at(self.weight, indices),
         )
+
+    def _columns_of(self, indices: NDArray[np.uint32]) -> NDArray[np.int32]:
+        return (indices % np.uint32(self.columns)).astype(np.int32)
 
     def _outputs(
         self, tools: Tools, x_GMK: Array, values: LayerValues, rows: slice
