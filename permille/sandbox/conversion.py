@@ -57,8 +57,11 @@ def _convert_weights(folder: Path, pickles: list[Path]) -> None:
         if not isinstance(loaded, dict):
             raise _UnreadableError(f"{path.name} holds a {type(loaded).__name__}, not tensors by name.")
         for name, tensor in loaded.items():
-            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                raise _UnreadableError(f"{path.name} holds {name!r:.80}, which is no tensor with a name.")
+            dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+            if not isinstance(name, str) or not dense:
+                raise _UnreadableError(
+                    f"{path.name} holds {name!r:.80}, which is no dense tensor with a name."
+                )
             if name in found:
                 raise _UnreadableError(f"{path.name} holds {name!r:.80}, which another file holds, too.")
             # The safetensors format has no shared tensors, such as a tied head, so copy them.

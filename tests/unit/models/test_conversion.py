@@ -92,6 +92,10 @@ def _number(path: Path) -> None:
     torch.save({"model.weight": 5}, path)
 
 
+def _sparse(path: Path) -> None:
+    torch.save({"model.weight": torch.eye(2).to_sparse()}, path)
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -99,7 +103,8 @@ def _number(path: Path) -> None:
         (_cut, "pytorch_model.bin is damaged, or holds more than tensors"),
         (_empty, "pytorch_model.bin is damaged, or holds more than tensors"),
         (_list, "pytorch_model.bin holds a list, not tensors by name"),
-        (_number, "pytorch_model.bin holds 'model.weight', which is no tensor"),
+        (_number, "pytorch_model.bin holds 'model.weight', which is no dense tensor"),
+        (_sparse, "pytorch_model.bin holds 'model.weight', which is no dense tensor"),
     ],
 )
 def test_a_bad_pickle_is_refused_with_its_name_and_leaves_nothing(
