@@ -46,7 +46,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_files_are_utf8_in_every_locale(llama: Path, tmp_path: Path) -> None:
     code = "import sys, pathlib; from permille.models.gguf.folder import convert; "
-    command = [sys.executable, "-c", code + "convert(*map(pathlib.Path, sys.argv[1:]))", llama, tmp_path]
+    code += "convert(*map(pathlib.Path, sys.argv[1:]))"
+    command: list[str | Path] = [sys.executable, "-c", code, llama, tmp_path]
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(command, env=os.environ | ascii_alone, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
