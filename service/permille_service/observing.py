@@ -136,7 +136,7 @@ class MetricsToken(Authentication):
             ApiError: `not-found`: the settings have no token. `unauthenticated`: the request lacks the token.
         """
         expected = service.settings.metrics_token
-        if expected is None:
+        if not expected:  # None, or an empty secret
             raise ApiError(ProblemType.NOT_FOUND, "there is no such path")
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         # Compare in constant time, so that the timing leaks nothing about this token. Other tokens are looked

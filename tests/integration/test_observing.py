@@ -18,6 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from permille.telemetry import Trace
+from tests.api_service import running_api
 from tests.ports import free_port
 from tests.running_service import running_service
 from tests.tiny_model import write_model
@@ -94,6 +95,11 @@ def test_streams_end_and_nothing_is_cut_off_when_the_process_stops(tmp_path: Pat
     log = (tmp_path / "up.log").read_text()
     assert "Traceback" not in log
     assert "Cancel" not in log
+
+
+def test_an_empty_metrics_token_lets_nobody_in(tmp_path: Path) -> None:
+    with running_api(tmp_path, metrics_token="") as api:
+        assert api.client.get("/metrics", headers={"Authorization": "Bearer "}).status_code == 404
 
 
 def test_a_message_is_no_second_line_of_the_log() -> None:
