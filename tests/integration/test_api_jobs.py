@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from permille.schemas.inputs import FolderModel
 from permille.schemas.problems import TYPE_BASE
+from permille.store import inputs
 from permille.store.jobs import claims
 from permille.store.tables import Job
 from permille_service.preflights import planning
@@ -125,6 +127,23 @@ def test_a_preflights_time_is_that_of_past_jobs_of_its_kind(stocked: Api) -> Non
     assert found["needed"] == pytest.approx(27, rel=0.01)
     assert found["explanation"] == "corrected by the times of 1 past jobs of kind mask"
     assert time_figure("quantization")["needed"] < 1, "a job of another kind tells nothing"
+
+
+def test_a_past_sparsification_corrects_the_time_though_its_model_has_its_name(stocked: Api) -> None:
+    names = {"model_id": add_model(stocked), "corpus_id": add_corpus(stocked)}
+    body = {**names, "sequences": 4, "length": 16, "evaluation_sequences": 0}
+    job = stocked.post("/v1/sparsifications", {**body, "name": "sparse"}).json()
+    source = FolderModel(kind="folder", path="tiny")
+    with stocked.service.database.write() as session:
+        row = session.get_one(Job, job["id"])
+        row.state, row.started_at = "succeeded", row.created_at
+        row.ended_at = row.created_at + timedelta(seconds=27)
+        inputs.add_model(session, tenant_id=row.tenant_id, name="sparse", source=source)
+
+    asked = {"kind": "sparsification", "request": {**body, "name": "sparser"}}
+    figures = stocked.post("/v1/preflights", asked).json()["figures"]
+
+    assert figures[-1]["explanation"] == "corrected by the times of 1 past jobs of kind sparsification"
 
 
 def test_same_key_is_the_same_job_and_another_body_a_conflict(stocked: Api) -> None:

@@ -96,6 +96,9 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
     with service.database.read() as session:
         planner = _Planner(session, tenant_id, machine, service.settings.fisher_split_flops)
         needs = planner.needs_of(request)
+        # Past sparsifications are estimated below. Their names are taken, by their own results.
+        if isinstance(request, SparsificationCreate):
+            inputs.check_name(session, Model, tenant_id, request.name)
         # Compare by identity. NOTHING stands for unknown needs, and known needs may also be zero.
         if needs is NOTHING:
             return compare(None, machine)
@@ -175,9 +178,8 @@ class _Planner:
         raise TypeError(f"{type(request).__name__} is no request for work")
 
     def _sparsification(self, request: SparsificationCreate) -> Needs:
-        """Estimate a sparsification. Refuse it if it does not fit the model, or if its name is taken."""
+        """Estimate a sparsification. Refuse it if it does not fit the model."""
         self._check_corpus(request.corpus_id, request.sequences * request.length)
-        inputs.check_name(self._session, Model, self._tenant_id, request.name)
         sizes = self._sizes(request.model_id)
         model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=request.model_id)
         if sizes is None or model.config is None:
