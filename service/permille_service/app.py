@@ -81,6 +81,7 @@ TAGS: Final = [
         "description": "Federations, in which many devices train one shared state in rounds.",
     },
     {"name": "rollouts", "description": "Groups of devices, and versions that reach them wave by wave."},
+    {"name": "storage", "description": "Retention, and the deletion of blobs that nothing refers to."},
     {"name": "access", "description": "Tenants, operator tokens, and the log of operators' changes."},
     {"name": "health", "description": "Health check of the service."},
 ]
