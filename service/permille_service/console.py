@@ -144,8 +144,8 @@ class WriteCheck:
 
 @router.get("/", dependencies=[PUBLIC])
 def root() -> RedirectResponse:
-    """Redirect a browser to the console."""
-    return RedirectResponse("/docs")
+    """Redirect a browser to the web interface."""
+    return RedirectResponse("/ui")
 
 
 def install(app: FastAPI) -> None:

@@ -271,7 +271,16 @@ def test_console_names_nothing_outside_of_the_server(api: Api) -> None:
         assert api.client.get(link).status_code == 200
     assert "http" not in api.client.get("/static/console.js").text
     assert "url(http" not in api.client.get("/static/swagger-ui.css").text
-    assert api.client.get("/", follow_redirects=False).headers["location"] == "/docs"
+
+
+def test_the_address_alone_leads_to_the_pages(api: Api) -> None:
+    assert api.client.get("/", follow_redirects=False).headers["location"] == "/ui"
+    assert api.client.get("/").url.path == "/ui/sign-in"
+
+
+def test_every_group_of_routes_is_described(api: Api) -> None:
+    described = {tag["name"] for tag in api.client.get("/openapi.json").json()["tags"]}
+    assert described == {tag for _, _, operation in operations(api) for tag in operation["tags"]}
 
 
 def test_failure_of_the_service_is_a_problem_without_its_cause(api: Api) -> None:
