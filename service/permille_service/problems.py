@@ -21,6 +21,7 @@ from fastapi.routing import APIRoute, iter_route_contexts
 from sqlalchemy.exc import DatabaseError, DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionError
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.routing import Match
 
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
@@ -133,13 +134,15 @@ def documented(*problems: ProblemType) -> dict[int | str, dict[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of the app with a problem."""
-    kinds: list[type[Exception]] = [StarletteHTTPException, RequestValidationError, Exception]
-    # Starlette raises an error again after the handler of `Exception` has answered it. The errors below are
-    # expected, so they get handlers of their own, and Starlette does not raise them again.
+    """Answer every error of the app with a problem. Call this before other middleware is added."""
+    kinds: list[type[Exception]] = [StarletteHTTPException, RequestValidationError]
     kinds += [PermilleError, DatabaseError, NoConnectionError, OSError]
     for kind in kinds:
         app.add_exception_handler(kind, answer)
+    # A handler of `Exception` would run outside of all middleware. Its answers would have no request id and
+    # no security headers, and the metrics would not count them. This middleware is inside of the others,
+    # because it is added first. It raises the error again.
+    app.add_middleware(ServerErrorMiddleware, handler=answer)
 
 
 async def answer(request: Request, exc: Exception) -> Response:

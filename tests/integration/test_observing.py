@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
-from permille.telemetry import Trace
+from permille.store import rows
+from permille.telemetry import Trace, current
+from permille_service import problems
 from tests.api_service import running_api
 from tests.ports import free_port
 from tests.running_service import running_service
@@ -100,6 +103,21 @@ def test_streams_end_and_nothing_is_cut_off_when_the_process_stops(tmp_path: Pat
 def test_an_empty_metrics_token_lets_nobody_in(tmp_path: Path) -> None:
     with running_api(tmp_path, metrics_token="") as api:
         assert api.client.get("/metrics", headers={"Authorization": "Bearer "}).status_code == 404
+
+
+def test_an_unexpected_error_has_an_id_and_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[Trace | None] = []
+    monkeypatch.setattr(problems.logger, "error", lambda *_, **__: logged.append(current.get()))
+    with running_api(tmp_path, metrics_token=TOKEN) as api:
+        monkeypatch.delattr(rows, "list_all")
+        answer = api.get("/v1/models")
+        numbers = _numbers(api.get("/metrics", TOKEN).text)
+    assert answer.status_code == 500
+    assert [trace and trace.trace_id for trace in logged] == [answer.headers["X-Request-ID"]]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert numbers["permille_request_seconds_count", "method=GET,route=/v1/models,status=500"] == 1
 
 
 def test_a_message_is_no_second_line_of_the_log() -> None:
