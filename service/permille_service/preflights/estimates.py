@@ -275,8 +275,6 @@ def measure_machine(settings: Settings) -> Capacity:
 
 def _free_disk(folder: Path) -> int | None:
     try:
-        return shutil.disk_usage(
-            next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        ).free
+        return shutil.disk_usage(folder).free
     except OSError:
         return None

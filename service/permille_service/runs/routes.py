@@ -36,13 +36,13 @@ from permille.store.jobs.dispatch import dispatch
 from permille.zo.log import MAX_HEAD_BYTES
 from permille.zo.replay import check_replay_work
 from permille_service.access.principals import (
-    RANK,
     Anyone,
     CallingDevice,
     DevicePrincipal,
     Operator,
     Viewer,
     changing,
+    require_role,
 )
 from permille_service.context import Served, Service
 from permille_service.parameters import MomentPaging, OfDevice, RunId, page_of
@@ -215,11 +215,7 @@ def _erasing(service: Service, principal: Operator | DevicePrincipal) -> Iterato
         with service.database.write() as session:
             yield session
         return
-    if RANK[principal.role] < RANK[Role.OPERATOR]:
-        raise ApiError(
-            ProblemType.FORBIDDEN, f"This needs the role operator, but the token's role is {principal.role}."
-        )
-    with changing(service, principal) as session:
+    with changing(service, require_role(principal, Role.OPERATOR)) as session:
         yield session
 
 
