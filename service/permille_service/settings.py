@@ -87,7 +87,7 @@ class ConnectionSettings(SettingsGroup):
         default=1000,
         ge=1,
         description="maximum number of connections. Numbers above `L / 2 - 64` are reduced to that, where "
-        "`L` is the hard limit of open files",
+        "`L` is the hard limit of open files, but at most 65,536",
     )
     max_connections_per_address: int = Field(
         default=250,
