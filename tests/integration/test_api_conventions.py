@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from permille.schemas.problems import MEDIA_TYPE, TYPE_BASE
+from permille.schemas.problems import MEDIA_TYPE, TYPE_BASE, ProblemType
 from permille.store.jobs import queue
 from permille_service import guard
 from permille_service.creation import Creation
@@ -37,6 +37,11 @@ def operations(api: Api) -> list[tuple[str, str, dict[str, Any]]]:
         for method, operation in item.items()
         if method in METHODS
     ]
+
+
+def test_the_page_of_errors_has_every_type() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "api-errors.md"
+    assert set(re.findall(r"`([a-z-]+)`", page.read_text())) >= {problem.value for problem in ProblemType}
 
 
 def test_unknown_path_is_a_problem(api: Api) -> None:
