@@ -1,7 +1,7 @@
 """The private keys of the service.
 
-Each key is generated when it is first needed. Its file lies below `keys_dir` of the settings, and only the
-owner of the file can read it.
+Each key is generated when it is first needed, and stored once the request that needs it cannot be refused any
+more. Its file lies below `keys_dir` of the settings, and only the owner of the file can read it.
 """
 
 import logging
@@ -46,13 +46,10 @@ class TrustKeys:
             found[path.stem] = signer
         return found
 
-    def make(self, tenant_id: str) -> CryptoSigner:
-        """Make a key and store it. Call this before any metadata names the key."""
-        key = Ed25519PrivateKey.generate()
-        signer = CryptoSigner(key)
-        path = self._folder / tenant_id / f"{signer.public_key.keyid}.key"
+    def keep(self, tenant_id: str, key: Ed25519PrivateKey) -> None:
+        """Store a new key. Call this before the end of the transaction whose metadata names the key."""
+        path = self._folder / tenant_id / f"{CryptoSigner(key).public_key.keyid}.key"
         _write(path, key.private_bytes_raw())
-        return signer
 
     def drop(self, tenant_id: str, key_ids: Iterable[str]) -> None:
         """Delete keys. The caller must have checked that no role names them."""
@@ -70,13 +67,9 @@ class RoundKeys:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "rounds"
 
-    def make(self, tenant_id: str) -> Ed25519PublicKey:
-        """Make a key, store it, and return the public key. Call this before any federation names the key."""
-        key = Ed25519PrivateKey.generate()
-        public = key.public_key()
-        path = self._path(tenant_id, public)
-        _write(path, key.private_bytes_raw())
-        return public
+    def keep(self, tenant_id: str, key: Ed25519PrivateKey) -> None:
+        """Store a new key. Call this before the end of the transaction that adds its federation."""
+        _write(self._path(tenant_id, key.public_key()), key.private_bytes_raw())
 
     def read(self, tenant_id: str, public: Ed25519PublicKey) -> Ed25519PrivateKey:
         """Return the private key. Raises OperatorError if its file is missing or was changed."""

@@ -143,6 +143,7 @@ def test_what_cannot_work_is_refused(api: Api, changes: dict[str, Any], problem:
     make_site(api, start=False)
     answer = api.post("/v1/federations", request_of(SMALL | {"name": "other"} | changes))
     assert (answer.status_code, slug(answer)) == (problem.status, problem.value), answer.text
+    assert len(list(api.service.settings.keys_dir.rglob("rounds/*/*.key"))) == 1, "it left no key"
 
 
 @pytest.mark.attack(13, "an operator defines a federation whose sums expose single devices, by mistake")

@@ -189,3 +189,5 @@ def test_metadata_of_another_tenant_is_not_taken(client: Client, api: Api) -> No
 )
 def test_a_rotation_that_cannot_be_is_refused(api: Api, roles: list[object], status: int) -> None:
     assert api.post("/v1/trust/rotations", {"roles": roles}).status_code == status
+    assert api.put("/v1/releases/none/aliases/stable", {"version": 1}).status_code == 404
+    assert list(api.service.settings.keys_dir.rglob("trust/*/*.key")) == []

@@ -3,6 +3,7 @@
 import logging
 from typing import Annotated
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fastapi import APIRouter, Path, Query, Response
 from sqlalchemy.orm import Session
 
@@ -70,15 +71,18 @@ def create_federation(body: FederationCreate, creating: Creating) -> Federation:
     package = Package.open(service.blobs, release.package_digest)
 
     def make(session: Session) -> Federation:
+        key = Ed25519PrivateKey.generate()
         with as_conflicts():  # each value fits its schema, but values can contradict each other
-            definition = define(package, body, service.round_keys.make(tenant_id))
+            definition = define(package, body, key.public_key())
         new = NewFederation(
             name=body.name,
             definition=definition,
             target=body.schedule.target,
             deadline_s=body.schedule.deadline_s,
         )
-        return present(session, definitions.add(session, release=release, new=new))
+        record = present(session, definitions.add(session, release=release, new=new))
+        service.round_keys.keep(tenant_id, key)  # not earlier, because refused requests must leave no keys
+        return record
 
     return creating.add(Federation, body, make)
 

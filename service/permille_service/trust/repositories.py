@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel
+from securesystemslib.signer import CryptoSigner
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
@@ -40,13 +42,16 @@ def changing(service: Service, session: Session, tenant_id: str) -> Iterator[Rep
         ChangedError: another transaction has changed the repository in the meantime.
     """
     found, now = trust.newest(session, tenant_id=tenant_id), database.now(session)
+    keys: list[Ed25519PrivateKey] = []
     if found:
         repository = Repository.open(found, service.trust_keys.signers(tenant_id), now)
         seen = repository.version(TIMESTAMP)
     else:
-        signers = [service.trust_keys.make(tenant_id) for _ in range(KEYS_AT_START)]
-        repository, seen = Repository.create(now=now, signers=signers), 0
+        keys = [Ed25519PrivateKey.generate() for _ in range(KEYS_AT_START)]
+        repository, seen = Repository.create(now=now, signers=map(CryptoSigner, keys)), 0
     yield repository
+    for key in keys:  # not earlier, because refused requests must leave no keys
+        service.trust_keys.keep(tenant_id, key)
     trust.keep(session, tenant_id=tenant_id, repository=repository, seen=seen)
 
 

@@ -7,9 +7,9 @@ with a version in its name never changes.
 import base64
 from typing import Annotated, Final
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from fastapi import APIRouter, Depends, Path, Response
-from securesystemslib.signer import Key, SSlibKey
+from securesystemslib.signer import CryptoSigner, Key, SSlibKey
 from sqlalchemy.orm import Session
 
 from permille.digests import digest_of
@@ -36,7 +36,7 @@ from permille.trust.repository import Repository
 from permille.trust.roles import ONLINE, TIMESTAMP_FILE, is_target_path, parse_file_name, parse_target_path
 from permille_service.access.principals import Admin, Anyone, DevicePrincipal, Viewer
 from permille_service.content import CACHE_CONTROL, body_of
-from permille_service.context import Served, Service
+from permille_service.context import Served
 from permille_service.parameters import read_body
 from permille_service.problems import PRIVATE, as_conflicts, documented
 from permille_service.trust import repositories
@@ -140,10 +140,14 @@ def rotate_trust_keys(body: TrustRotation, service: Served, operator: Admin) -> 
     keys that the service does not hold, the answer contains drafts of this metadata."""
 
     def rotate(_: Session, repository: Repository) -> TrustChange:
-        holders = {role.role: _holders(service, operator.tenant_id, repository, role) for role in body.roles}
+        keys: list[Ed25519PrivateKey] = []
+        holders = {role.role: _holders(repository, role, keys) for role in body.roles}
         if len(holders) != len(body.roles):
             raise InputError("A role is named twice. Name each role once.")
-        return _changed(repository, repository.rotate(holders))
+        drafts = repository.rotate(holders)
+        for key in keys:
+            service.trust_keys.keep(operator.tenant_id, key)
+        return _changed(repository, drafts)
 
     with as_conflicts():
         return repositories.change_by(service, operator, rotate, body)
@@ -185,9 +189,11 @@ def _changed(repository: Repository, drafts: list[Draft]) -> TrustChange:
     return TrustChange(trust=present(repository), drafts=made)
 
 
-def _holders(service: Service, tenant_id: str, repository: Repository, role: RoleKeys) -> Holders:
+def _holders(repository: Repository, role: RoleKeys, made: list[Ed25519PrivateKey]) -> Holders:
+    """Return the new holders of a role. If the service makes the key itself, append it to `made`."""
     if not role.public_keys:
-        signer = service.trust_keys.make(tenant_id)
+        made.append(Ed25519PrivateKey.generate())
+        signer = CryptoSigner(made[-1])
         repository.signers[signer.public_key.keyid] = signer
         return Holders(keys=(signer.public_key,), threshold=role.threshold)
     if role.role in ONLINE:

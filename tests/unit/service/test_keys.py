@@ -5,15 +5,23 @@ from pathlib import Path
 
 import pytest
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from securesystemslib.signer import CryptoSigner
 
 from permille.errors import OperatorError
 from permille_service.keys import Seal, TrustKeys
 
 
+def add_key(keys: TrustKeys, tenant_id: str) -> CryptoSigner:
+    key = Ed25519PrivateKey.generate()
+    keys.keep(tenant_id, key)
+    return CryptoSigner(key)
+
+
 def test_keys_are_kept_by_tenant_and_only_dropped_ones_go(tmp_path: Path) -> None:
     keys = TrustKeys(tmp_path)
-    one, two = keys.make("tenant_a"), keys.make("tenant_a")
-    other = keys.make("tenant_b")
+    one, two = add_key(keys, "tenant_a"), add_key(keys, "tenant_a")
+    other = add_key(keys, "tenant_b")
     payload = b"metadata"
     assert keys.signers("tenant_a")[one.public_key.keyid].sign(payload) == one.sign(payload)
     assert keys.signers("tenant_b").keys() == {other.public_key.keyid}
@@ -37,7 +45,7 @@ def test_a_key_file_that_is_not_as_it_was_made_is_refused(
     tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     keys = TrustKeys(tmp_path)
-    keys.make("tenant_a")
+    add_key(keys, "tenant_a")
     [path] = tmp_path.rglob("*.key")
     damage(path)
     with pytest.raises(OperatorError, match=message):
@@ -46,7 +54,7 @@ def test_a_key_file_that_is_not_as_it_was_made_is_refused(
 
 def test_a_key_that_its_group_can_read_is_taken_back(tmp_path: Path) -> None:
     keys = TrustKeys(tmp_path)
-    made = keys.make("tenant_a")
+    made = add_key(keys, "tenant_a")
     [path] = tmp_path.rglob("*.key")
     path.chmod(0o660)
     assert list(keys.signers("tenant_a")) == [made.public_key.keyid]
@@ -57,7 +65,7 @@ def test_a_group_that_cannot_be_taken_from_a_key_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = TrustKeys(tmp_path)
-    keys.make("tenant_a")
+    add_key(keys, "tenant_a")
     [path] = tmp_path.rglob("*.key")
     path.chmod(0o640)
 
