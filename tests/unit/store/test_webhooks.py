@@ -169,7 +169,7 @@ def test_a_redirect_is_not_followed(db: Database, tenant_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:1/", "http://no-such-host.invalid/", "http://127.0.0.1:99999/"]
+    "url", ["http://127.0.0.1:1/", "http://no-such-host.invalid/", "http://127.0.0.1:99999/", "http://[::1"]
 )
 def test_a_receiver_that_is_away_is_a_failure_with_its_reason(db: Database, tenant_id: str, url: str) -> None:
     webhook_id, _ = add(db, tenant_id, url)

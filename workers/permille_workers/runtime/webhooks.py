@@ -64,8 +64,8 @@ def post(message: Message, at: datetime, *, allow_private: bool) -> str | None:
         "webhook-timestamp": str(timestamp),
         "webhook-signature": signature(message, timestamp),
     }
-    url = urlsplit(message.url)
     try:
+        url = urlsplit(message.url)
         connection = _connect(message.url, allow_private=allow_private)
         # The timeout of the socket applies to each read. The timer also stops a receiver that sends single
         # bytes for a long time.
