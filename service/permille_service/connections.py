@@ -30,6 +30,7 @@ import socket
 import time
 import weakref
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
@@ -178,10 +179,8 @@ class Connections:
             detail = _CROWDED.get(problem, _TOO_SLOW)
             connection.protocol.refuse(problem, detail)
         elif (handshaking := connection.socket()) is not None:
-            try:
+            with suppress(OSError):
                 handshaking.shutdown(socket.SHUT_RDWR)  # the event loop owns the socket and closes it
-            except OSError:
-                return
 
     def _sweep(self) -> None:
         # Connections are ordered by the start of their wait. All after the first recent one are recent, too.

@@ -13,7 +13,6 @@ from sqlalchemy.orm import Session
 
 from permille.digests import digest_of
 from permille.errors import PackageError
-from permille.federation.contribution import RoundStart
 from permille.federation.definition import Definition, decode_key
 from permille.federation.masked import decode_sent
 from permille.schemas.federations import (
@@ -153,7 +152,7 @@ def put_contribution(
         place = contributions.place_of(session, federation=row, number=number, device_id=device.device_id)
         own = rows.get(session, tables.Device, tenant_id=device.tenant_id, row_id=device.device_id)
     try:
-        _check(data, row, place, own)
+        decode_sent(data, Definition.from_bytes(row.definition), decode_key(own.public_key), place)
     except PackageError as exc:
         # Limit only refused contributions. Their check costs time, and no row in the database limits them.
         service.sign_ins.check(f"{device.device_id} refused")
@@ -193,12 +192,6 @@ def _federation(session: Session, device: DevicePrincipal, federation_id: str) -
     return definitions.for_device(
         session, tenant_id=device.tenant_id, release=device.release, federation_id=federation_id
     )
-
-
-def _check(data: bytes, row: tables.Federation, place: RoundStart, device: tables.Device) -> None:
-    """Check that the bytes are a contribution of this device to this round. Raises PackageError."""
-    definition = Definition.from_bytes(row.definition)
-    decode_sent(data, definition, decode_key(device.public_key), place)
 
 
 def _note_refusal(service: Service, row: tables.Federation, number: int, exc: PackageError) -> None:
