@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -299,27 +300,15 @@ def test_publishers_at_one_moment_all_count(site: Site, device: Device, name: st
     assert device.installed == package.digest
 
 
-def serving(proxy: Proxy) -> "Serving":
-    """Return a context in which the proxy answers on loopback."""
-    return Serving(proxy)
-
-
-class Serving:
-    """A context in which the proxy answers."""
-
-    def __init__(self, proxy: Proxy) -> None:
-        handler = type("BoundHandler", (_Handler,), {"proxy": proxy})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
-        proxy.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+@contextmanager
+def serving(proxy: Proxy) -> Iterator[None]:
+    """Let the proxy answer on loopback."""
+    handler = type("BoundHandler", (_Handler,), {"proxy": proxy})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        proxy.url = f"http://127.0.0.1:{server.server_address[1]}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield
+        server.shutdown()
 
 
 class _Handler(BaseHTTPRequestHandler):
