@@ -4,7 +4,7 @@ An id begins with the prefix of its table, for example `model_`.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, HTTPException, Path, Query, Request
@@ -20,8 +20,10 @@ from permille.schemas.fields import (
     ULID_PATTERN,
     Page,
 )
+from permille.schemas.problems import ProblemType
 from permille.store import rows
 from permille.store.rows import Window
+from permille_service.problems import ApiError
 
 Row = TypeVar("Row")
 Record = TypeVar("Record")
@@ -115,6 +117,17 @@ async def read_body(request: Request) -> bytes:
         return await request.body()
     except ClientDisconnect as exc:
         raise HTTPException(400, "The client disconnected before the end of the body.") from exc
+
+
+def media_type_of(request: Request, allowed: Collection[str]) -> str:
+    """Return the media type of a body. Raises ApiError (`unsupported-media-type`) if it is not allowed."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in allowed:
+        raise ApiError(
+            ProblemType.UNSUPPORTED_MEDIA_TYPE,
+            f"The media type must be {' or '.join(allowed)}, got {media_type[:60]!r}.",
+        )
+    return media_type
 
 
 def _query_names(dependant: Dependant) -> frozenset[str]:

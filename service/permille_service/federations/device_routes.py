@@ -30,8 +30,8 @@ from permille_service.access.principals import CallingDevice, DevicePrincipal
 from permille_service.context import Served, Service
 from permille_service.federations.records import present_offer
 from permille_service.federations.routes import FederationId, RoundNumber
-from permille_service.parameters import read_body
-from permille_service.problems import PRIVATE, ApiError, documented
+from permille_service.parameters import media_type_of, read_body
+from permille_service.problems import PRIVATE, documented
 
 logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1", tags=["federations"], responses=documented(*PRIVATE))
@@ -111,12 +111,7 @@ def create_round_invitation(
 
 
 async def _body(request: Request) -> bytes:
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type not in _MEDIA_TYPES:
-        raise ApiError(
-            ProblemType.UNSUPPORTED_MEDIA_TYPE,
-            f"The media type must be {' or '.join(_MEDIA_TYPES)}, got {media_type[:60]!r}.",
-        )
+    media_type_of(request, _MEDIA_TYPES)
     return await read_body(request)
 
 

@@ -276,9 +276,7 @@ class _Planner:
         return NOTHING if sizes is None else mask.then(quantization).then(package_needs(sizes))
 
     def _pooling(self, request: PoolingCreate) -> Needs:
-        package = artifacts.get(
-            self._session, tenant_id=self._tenant_id, kind=JobKind.PACKAGE, key=request.package_digest
-        )
+        package = self._part(JobKind.PACKAGE, request.package_digest)
         self._check_corpus(request.corpus_id)
         sizes = self._sizes(package.model_id)
         if sizes is None:
@@ -288,9 +286,7 @@ class _Planner:
         )
 
     def _export(self, request: ExportCreate) -> Needs:
-        package = artifacts.get(
-            self._session, tenant_id=self._tenant_id, kind=JobKind.PACKAGE, key=request.package_digest
-        )
+        package = self._part(JobKind.PACKAGE, request.package_digest)
         if artifacts.blob_of(package, ADAPTER) is not None:
             raise ApiError(
                 ProblemType.CONFLICT,

@@ -45,8 +45,8 @@ from permille_service.access.principals import (
     require_role,
 )
 from permille_service.context import Served, Service
-from permille_service.parameters import MomentPaging, OfDevice, RunId, page_of
-from permille_service.problems import PRIVATE, ApiError, documented
+from permille_service.parameters import MomentPaging, OfDevice, RunId, media_type_of, page_of
+from permille_service.problems import PRIVATE, documented
 
 logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1/runs", tags=["runs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
@@ -133,12 +133,7 @@ def get_run(run_id: RunId, service: Served, principal: Anyone) -> Run:
 async def put_run_log(run_id: RunId, request: Request, service: Served, device: CallingDevice) -> LogAccepted:
     """Share the log or the packed state of a run. The device's owner must have agreed. The service checks the
     upload once, keeps it private, and deletes it on request."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type not in _FORMS:
-        raise ApiError(
-            ProblemType.UNSUPPORTED_MEDIA_TYPE,
-            f"The media type must be {' or '.join(_FORMS)}, got {media_type[:60]!r}.",
-        )
+    form = _FORMS[media_type_of(request, _FORMS)]
     upload_id = await run_in_threadpool(_begin, service, device, run_id)
     folder = uploads.open_folder(service.blobs, tenant_id=device.tenant_id, upload_id=upload_id)
     size_bytes = 0
@@ -147,7 +142,7 @@ async def put_run_log(run_id: RunId, request: Request, service: Served, device: 
             async for chunk in request.stream():
                 size_bytes += await run_in_threadpool(writer.write, chunk)
             digest = await run_in_threadpool(writer.commit)
-        log = runs.SentLog(form=_FORMS[media_type], digest=digest, size_bytes=size_bytes, upload_id=upload_id)
+        log = runs.SentLog(form=form, digest=digest, size_bytes=size_bytes, upload_id=upload_id)
         accepted = await run_in_threadpool(_attach, service, device, run_id, folder, log)
     except BaseException:
         # If the client disconnects, this task is cancelled. The upload must be given up nevertheless.
