@@ -83,11 +83,12 @@ def latest_version(session: Session, *, tenant_id: str, name: str) -> int:
 
 
 def get(session: Session, *, tenant_id: str, name: str, version: int) -> Release:
-    """Read one release. Raises NotFoundError."""
+    """Read one release. Raises NotFoundError. Version 0 is that of a name without releases."""
     query = select(Release).where(
         Release.tenant_id == tenant_id, Release.name == name, Release.version == version
     )
-    message = f"There is no release {name!r} version {version}. See `permille releases list`."
+    which = f" version {version}" if version else ""
+    message = f"There is no release {name!r}{which}. See `permille releases list`."
     return require(session.scalar(query), message)
 
 

@@ -93,7 +93,7 @@ def test_commands_make_list_and_show(up: Running) -> None:
         (("corpora", "add", "more", "--file", "nosuch.jsonl"), 4, "`permille up` prints this folder"),
         (("corpora", "add", "more", "--streamed", "pile"), 3, "--streamed: input should be 'c4'"),
         (("rollouts", "create", "tour", "--wave", "50%"), 3, "--wave: waves must grow"),
-        (("rollouts", "create", "nosuch"), 4, "There is no release 'nosuch' version 0."),
+        (("rollouts", "create", "nosuch"), 4, "There is no release 'nosuch'. See"),
         (("packages", "show", "sha256:" + "0" * 64), 4, "There is no package"),
     ],
 )
