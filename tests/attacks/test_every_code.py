@@ -46,7 +46,7 @@ def _codes(*paths: Path) -> Iterator[str]:
 def attacked_codes() -> set[str]:
     registered = [
         *test_packages.ATTACKS,
-        *test_packages.PLAN_ATTACKS,
+        *test_packages.BYTES_ATTACKS,
         *test_logs.ATTACKS,
         *test_logs.JOURNAL_ATTACKS,
         *test_states.ATTACKS,

@@ -13,7 +13,7 @@ from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
 from permille.pruning.plan import Pattern, PruningMethod, RecoveryPlan
 from permille.quantization.perplexity import perplexity
-from permille_lab.sparse.adapters import AdapterKind
+from permille_lab.sparse.adapters import RecoveryAdapter
 from permille_lab.sparse.rounds import IterativePlan, IterativeText, iterate
 from tests.unit.engines.tiny import tiny_model
 
@@ -64,7 +64,7 @@ def test_rounds_reach_the_rate_and_report_what_they_lost(source: Checkpoint, tmp
 
 
 def test_earlier_zeros_stay_in_a_pattern(source: Checkpoint, tmp_path: Path) -> None:
-    plan = replace(PLAN, rate=0.5, pattern=Pattern.parse("2:4"), adapter=AdapterKind.LORA, rounds=2)
+    plan = replace(PLAN, rate=0.5, pattern=Pattern.parse("2:4"), adapter=RecoveryAdapter.LORA, rounds=2)
     folder, rounds = iterate(source, tmp_path, replace(TEXT, evaluation_ET=None), plan)
     assert rounds[0].loss_merged is rounds[1].loss_before is rounds[1].loss_merged is None
     assert rounds[0].rates == pytest.approx((0.4375, 0.4375))
