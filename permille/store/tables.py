@@ -631,7 +631,9 @@ class FederationCheckpoint(_OfTenant, Base):
 
 
 class DeviceGroup(Named):
-    """A group of devices, defined by a rule. A rollout evaluates the rule when it starts."""
+    """A group of devices, defined by a rule. When a rollout starts, it fixes the members that the rule
+    selects by device or tag.
+    """
 
     __tablename__ = "device_groups"
     noun = "group"

@@ -243,18 +243,18 @@ def report(session: Session, *, device: Device, rollout_id: str, report: Report)
     """Store the report of a device, in place of its earlier report.
 
     Raises:
-        NotFoundError: there is no such rollout for the device.
+        NotFoundError: there is no such rollout for the device, or it never started.
         ConflictError: the device may not begin: the rollout is not running, the device's wave is
             not open, or the device is not in the group.
     """
     row = rows.get(session, Rollout, tenant_id=device.tenant_id, row_id=rollout_id)
-    if (row.release, row.alias) != (device.release, device.alias) or row.state == RolloutState.DRAFT:
+    if (row.release, row.alias) != (device.release, device.alias) or row.opened_at is None:
         raise NotFoundError(f"There is no rollout {rollout_id!r} for this device.")
     found = session.get(RolloutReport, (row.id, device.id), with_for_update={"key_share": True})
     at, place = now(session), place_of(row.id, device.id)
     if found is None:
-        members = row.choice["members"]
-        is_chosen = not isinstance(members, list) or member_digest(row.id, device.id) in members
+        members = _members(row)
+        is_chosen = members is None or member_digest(row.id, device.id) in members
         if row.state != RolloutState.RUNNING or place >= row.bounds[row.wave] or not is_chosen:
             raise ConflictError("The device's wave is not open: ask again at the next poll.")
         # A device counts for the wave of its place (`place_of`), even if a later wave is open when it begins.
@@ -455,8 +455,21 @@ def _mark_silent(session: Session, row: Rollout, rules: Rules) -> None:
 def _open_wave(session: Session, row: Rollout, wave: int) -> None:
     row.wave, row.opened_at = wave, now(session)
     low, high = [0, *row.bounds][wave : wave + 2]
-    devices = groups.chosen(*_rule_and_candidates(session, row))
-    row.wave_devices = sum(low <= place_of(row.id, one.id) < high for one in devices)
+    rule, found = _rule_and_candidates(session, row)
+    # Only the signed members can take part. Tags may have changed since the rollout started.
+    choice, members = groups.choice_of(rule, None), _members(row)
+    row.wave_devices = sum(
+        low <= place_of(row.id, one.id) < high
+        and choice.fits(one.facts)
+        and (members is None or member_digest(row.id, one.id) in members)
+        for one in found
+    )
+
+
+def _members(row: Rollout) -> frozenset[str] | None:
+    """Return the digests of the members in the signed choice, or None if every device may be a member."""
+    members = row.choice["members"]
+    return frozenset(members) if isinstance(members, list) else None
 
 
 def _rule_and_candidates(session: Session, row: Rollout) -> tuple[GroupRule, list[groups.Candidate]]:

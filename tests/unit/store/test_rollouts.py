@@ -9,7 +9,7 @@ from permille.schemas.fleet.groups import GroupRule
 from permille.schemas.fleet.rollouts import RolloutCreate, RolloutReport, RolloutRules
 from permille.store import audit, rows, tables
 from permille.store.database import Database
-from permille.store.errors import ConflictError
+from permille.store.errors import ConflictError, NotFoundError
 from permille.store.fleet import groups, rollouts
 from permille.store.ids import Prefix, new_id
 from permille.store.tables import Device, Rollout
@@ -150,6 +150,39 @@ def test_a_device_outside_the_group_does_not_count(
     report(db, devices[3], rollout, installed=True, code="ok")
     with db.read() as session:
         assert rollouts.tally(session, now_of(db, rollout)).codes == {ReportCode.OK: 1}
+
+
+def test_a_device_that_is_tagged_after_the_start_does_not_count(
+    db: Database, tenant_id: str, clock: Clock, devices: list[Device]
+) -> None:
+    with db.write() as session:
+        for device in devices[:20]:
+            groups.put_tags(session, tenant_id=tenant_id, device_id=device.id, tags=["canary"])
+        rule = GroupRule(tags=["canary"])
+        group_id = groups.create(session, tenant_id=tenant_id, name="canaries", rule=rule).id
+    rollout = start(db, tenant_id, group_id=group_id, rules=RULES.model_copy(update={"min_reports": 1}))
+    first = [one for one in devices[:20] if place_of(rollout.id, one.id) < 5000]
+    with db.write() as session:
+        for device in devices:
+            tags = ["canary"] if device in devices[20:] else []
+            groups.put_tags(session, tenant_id=tenant_id, device_id=device.id, tags=tags)
+    for device in first:
+        report(db, device, rollout, installed=True, code="ok")
+    clock.forward(61)
+    rollouts.sweep(db)
+    row = now_of(db, rollout)
+    assert (row.wave, row.wave_devices) == (1, 20 - len(first))
+
+
+def test_a_rollout_that_was_stopped_as_a_draft_takes_no_report(
+    db: Database, tenant_id: str, devices: list[Device]
+) -> None:
+    with db.write() as session:
+        body = RolloutCreate(release="tiny", rules=RULES)
+        row = rollouts.create(session, tenant_id=tenant_id, token_id=new_id(Prefix.OPERATOR), body=body)
+        rollouts.stop(session, row)
+    with pytest.raises(NotFoundError, match="no rollout"):
+        report(db, devices[0], row, code="ok")
 
 
 def test_a_wave_may_be_a_number_of_devices(
