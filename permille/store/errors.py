@@ -32,7 +32,7 @@ class ConflictError(InputError):
 
 
 class RoundClosedError(ConflictError):
-    """The round has ended, or its deadline has passed."""
+    """The round is closing or has ended, or its deadline has passed."""
 
 
 class ContributionConflictError(ConflictError):

@@ -90,9 +90,7 @@ def place_of(session: Session, *, federation: Federation, number: int, device_id
     held = session.get(Participation, (federation.id, number, device_id))
     if row is None or held is None:
         if number < federation.number:
-            raise RoundClosedError(
-                f"The contribution is for round {number}, but round {federation.number} is open."
-            )
+            raise RoundClosedError(f"Round {number} has ended. Wait for the next one.")
         raise NotFoundError(f"There is no invitation to round {number}.")
     return RoundStart(round_number=number, start_digest=row.start_digest)
 
@@ -103,7 +101,7 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
 
     Raises:
         NotFoundError: the device is not a member, or was not invited.
-        RoundClosedError: the contribution comes too late.
+        RoundClosedError: the round has its target, or its deadline has passed.
         ContributionConflictError: the device has sent another contribution to this round.
         BudgetSpentError: the device has taken part in all rounds that its budget allows.
     """
@@ -118,9 +116,7 @@ def accept(session: Session, *, federation: Federation, sent: Sent) -> tuple[boo
     if held.digest == sent.digest:
         return False, None
     if row.state != RoundState.OPEN or now(session) >= row.deadline_at:
-        raise RoundClosedError(
-            f"The contribution to round {sent.number} came after its deadline, {row.deadline_at:%F %T}."
-        )
+        raise RoundClosedError(f"Round {sent.number} takes no more contributions. Wait for the next one.")
     if held.digest is not None:
         raise ContributionConflictError(f"The device sent {held.digest} before, and now {sent.digest}.")
     charges.reserve(session, federation, number=row.number, device_id=sent.device_id)
