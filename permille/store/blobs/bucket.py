@@ -144,19 +144,20 @@ class Bucket:
                 self._sleep(random.uniform(0.0, 0.2 * 2.0**failed))  # noqa: S311 - jitter needs no secrecy
 
     def put(self, key: str, path: Path, digest: str) -> None:
-        """Store a file whole, or not at all. The digest is compared with the bytes that were sent.
+        """Store a file whole, or not at all. We check its digest, and the bucket checks what arrives.
 
         Raises:
-            PackageError: `blob-digest`: a file that was sent in parts has another digest.
-            BlobStoreError: the bucket did not take the file. This includes a file that was sent in one piece
-                and has another digest.
+            PackageError: `blob-digest`: the file has another digest.
+            BlobStoreError: the bucket did not take the file.
         """
         # A single PUT is limited to 5 GB on S3, and cannot be continued.
         if path.stat().st_size > self._part_bytes:
             self._put_parts(key, path, digest)
             return
-        data, sum_ = path.read_bytes(), _base64(bytes.fromhex(digest.removeprefix("sha256:")))
-        self._ask("put_object", Key=key, Body=data, ChecksumSHA256=sum_)
+        data = path.read_bytes()
+        whole = hashlib.sha256(data)
+        _check_digest(whole.hexdigest(), digest)
+        self._ask("put_object", Key=key, Body=data, ChecksumSHA256=_base64(whole.digest()))
 
     def delete(self, key: str) -> None:
         """Delete an object. Idempotent."""
@@ -357,8 +358,7 @@ class Bucket:
                 if len(waiting) >= _AT_A_TIME:
                     parts.append(waiting.popleft().result())
             parts += [sent.result() for sent in waiting]
-        if (found := "sha256:" + whole.hexdigest()) != digest:
-            raise PackageError("blob-digest", f"The file of blob {digest} has the digest {found}.")
+        _check_digest(whole.hexdigest(), digest)
         return parts
 
     def _send_part(self, key: str, upload_id: str, number: int, data: bytes) -> dict[str, object]:
@@ -378,6 +378,11 @@ class Bucket:
             if page is None:
                 return
             yield page
+
+
+def _check_digest(found: str, digest: str) -> None:
+    if "sha256:" + found != digest:
+        raise PackageError("blob-digest", f"The file of blob {digest} has the digest sha256:{found}.")
 
 
 def _base64(data: bytes) -> str:

@@ -190,7 +190,7 @@ def test_copies_are_bounded_and_what_is_in_use_stays(site: Gate, tmp_path: Path)
     worker.check(ones)
 
 
-def test_a_large_file_goes_in_parts_and_is_compared_as_a_whole(site: Gate, tmp_path: Path) -> None:
+def test_a_large_file_goes_in_parts_and_every_file_is_compared_as_a_whole(site: Gate, tmp_path: Path) -> None:
     bucket = site.open(part_bytes=5 * MIB)
     here = BucketFolder(bucket, BlobCache(tmp_path / "here", 1 << 30))
     data = os.urandom(12 * MIB)
@@ -200,9 +200,11 @@ def test_a_large_file_goes_in_parts_and_is_compared_as_a_whole(site: Gate, tmp_p
     for part in parts:
         assert part.headers["x-amz-checksum-sha256"] == base64_of(part.body)
     assert folder(site, tmp_path / "there").read(digest, limit=len(data)) == data
-    (tmp_path / "changed").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(PackageError, match="blob-digest"):
-        bucket.put("other", tmp_path / "changed", digest)
+    changed = tmp_path / "changed"
+    for size in (12 * MIB, MIB):
+        changed.write_bytes(data[: size - 1] + bytes([data[size - 1] ^ 1]))
+        with pytest.raises(PackageError, match="blob-digest"):
+            bucket.put("other", changed, digest_of(data[:size]))
     assert bucket.head("other") is None
     assert bucket.abort_uploads("", lambda _: True) == 0, "what failed was given up at once"
 
