@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy.orm import Session
@@ -23,7 +24,7 @@ from permille.schemas.jobs import JobKind
 from permille.store import access, rows
 from permille.store.artifacts import Blob, TaskResult
 from permille.store.database import Database
-from permille.store.errors import BlobStoreError, StaleClaimError
+from permille.store.errors import BlobStoreError, NotFoundError, StaleClaimError
 from permille.store.jobs import claims, queue
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.transitions import NewJob
@@ -205,6 +206,29 @@ def test_workers_collect_in_turns_but_not_beside_a_database_that_names_nothing(
     assert blobs.has(kept)
 
 
+def test_a_collection_runs_although_a_rule_met_a_row_that_is_gone(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(_: Database) -> None:
+        raise NotFoundError("There is no run 'r'.")
+
+    collected = threading.Event()
+    monkeypatch.setattr("permille_workers.runtime.sweeper.rules.apply_all", gone)
+    monkeypatch.setattr("permille_workers.runtime.sweeper.references", lambda _: collected.set())
+    settings = WorkerSettings.model_validate({**layout(tmp_path), "collect_every_s": 0.01})
+    blobs, shutdown = BlobFolder(settings.blob_root), Shutdown()
+    sweeper = Sweeper(name="w", db=db, blobs=blobs, settings=settings, shutdown=shutdown)
+    thread = threading.Thread(target=sweeper.run_collections)
+    thread.start()
+    try:
+        for _ in range(2):
+            assert collected.wait(60)
+            collected.clear()
+    finally:
+        shutdown.ask(0.0)
+        thread.join()
+
+
 def test_a_sweep_outlives_what_nobody_thought_of_and_tells_of_a_bucket_once_when_it_goes_and_comes(
     db: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -233,7 +257,7 @@ def test_a_sweep_outlives_what_nobody_thought_of_and_tells_of_a_bucket_once_when
         thread.join()
     told = [record.getMessage() for record in caplog.records if "sweep" in record.getMessage()]
     away = "cannot sweep the folders and blobs"
-    assert told == ["cannot sweep", f"{away}: {missing}", f"{away}: {refused}", f"over: {away}"]
+    assert told == [away, f"{away}: {missing}", f"{away}: {refused}", f"over: {away}"]
 
 
 def test_a_result_is_published_once_its_bucket_answers(
@@ -326,3 +350,17 @@ def test_a_child_that_ends_slowly_after_its_result_has_not_lost_its_lease(
         claims.complete(session, claim, result_id="mask_1") if has_result else claims.release(session, claim)
     Supervisor(db=db, settings=settings, shutdown=Shutdown(), child_command=slow).run(claim)
     assert (f"lost {claim.job_id}" in caplog.text) is not has_result
+
+
+def test_a_child_that_dies_before_it_gets_its_claim_is_a_crash(
+    db: Database, claim: Claim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*given: Any) -> bytes:
+        time.sleep(0.5)
+        return encode_handover(*given)
+
+    monkeypatch.setattr(supervisor, "encode_handover", late)
+    settings = WorkerSettings.model_validate({"data_dir": tmp_path, "poll_s": 0.01})
+    Supervisor(db=db, settings=settings, shutdown=Shutdown(), child_command=("false",)).run(claim)
+    error = read(db, claim).error
+    assert error is not None and "exit status 1" in str(error["message"])

@@ -106,6 +106,8 @@ class Supervisor:
                 # `kill` on a child that has ended does nothing.
                 child.kill()
                 child.wait()
+                with suppress(BrokenPipeError):  # the pipe still buffers what the child did not read
+                    cast("IO[bytes]", child.stdin).close()
                 reader.join(timeout=5)
         self._record_exit(claim, child.returncode, tail)
 

@@ -131,26 +131,17 @@ class Sweeper:
                 turn = time.monotonic() - own >= every_s
             if turn:
                 own = time.monotonic()
-                self._collect()
+                # If the rules fail, perhaps the disk is full, and the collection frees space.
+                _try_step(partial(rules.apply_all, self.db), Outage(_log, "cannot apply retention rules"))
+                _try_step(self._collect, Outage(_log, "cannot collect"))
 
     def _collect(self) -> None:
-        try:
-            rules.apply_all(self.db)
-        except DBAPIError as exc:  # perhaps the disk is full, and the collection frees space
-            _log.warning("cannot apply retention rules: %s", exc)
-        try:
-            with self.db.read() as session:
-                # If nothing refers to any blob, this may be a new database beside old blobs. Only an operator
-                # may delete them.
-                if not references(session):
-                    return
-            found = collect(self.db, self.blobs, self.settings)
-        except (DBAPIError, OSError, PermilleError) as exc:
-            _log.warning("cannot collect: %s", exc)
-            return
-        except Exception:  # noqa: BLE001 - the next collection may succeed
-            _log.exception("cannot collect")
-            return
+        with self.db.read() as session:
+            # If nothing refers to any blob, this may be a new database beside old blobs. Only an operator may
+            # delete them.
+            if not references(session):
+                return
+        found = collect(self.db, self.blobs, self.settings)
         if found.removed:
             _log.info("deleted %d bytes of blobs that no row names", sum(found.removed.values()))
 
@@ -173,7 +164,7 @@ def _try_step(work: Callable[[], object], outage: Outage) -> bool:
         outage.note(exc)
         return False
     except Exception:  # noqa: BLE001 - if this thread ended, jobs of killed workers would wait for ever
-        _log.exception("cannot sweep")
+        _log.exception("%s", outage.what)
         return False
     outage.note(None)
     return True
