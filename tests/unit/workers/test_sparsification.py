@@ -1,5 +1,6 @@
 """Tests of sparsification jobs on a tiny random model: registration, packages and refusals."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from permille.store import artifacts, inputs, rows
 from permille.store.errors import ConflictError
 from permille.store.retention.collection import collect
 from permille.store.tables import Artifact, Job, Model
+from permille_workers.tasks.sparsification import _install
 from tests.unit.workers.conftest import Bench
 
 SPARSE = {"method": "wanda", "sequences": 6, "length": 32, "seed": 5, "evaluation_sequences": 4}
@@ -130,6 +132,15 @@ def test_a_name_that_was_taken_meanwhile_registers_nothing(bench: Bench) -> None
         assert not artifacts.list_artifacts(
             session, tenant_id=bench.tenant_id, kind=JobKind.SPARSIFICATION
         ).items
+
+
+def test_a_model_that_an_earlier_attempt_made_is_installed_as_a_new_one(tmp_path: Path) -> None:
+    made, final = tmp_path / "made", tmp_path / "sparsified" / "0123"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    os.utime(made, (1e9, 1e9))
+    _install(made, final, mark="job_1")
+    assert final.stat().st_mtime > 1.5e9, "or a collection would delete it before a row names it"
 
 
 def test_a_sparse_model_can_be_removed_and_its_source_cannot(bench: Bench) -> None:

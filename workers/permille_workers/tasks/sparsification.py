@@ -252,10 +252,12 @@ def _install(made: Path, final: Path, *, mark: str) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
     incoming = final.parent / f".{mark}"
     shutil.rmtree(incoming, ignore_errors=True)
+    # The folder must look new, so that no collection removes it before a row names it.
     with suppress(FileNotFoundError):
-        os.utime(final)  # make it look new, so that no collection removes it before a row names it
+        os.utime(final)
         return
     shutil.copytree(made, incoming, copy_function=_link)
+    os.utime(incoming)  # `copytree` has copied the time of `made`, which an earlier attempt may have written
     fsync_folder(incoming)
     try:
         incoming.replace(final)
