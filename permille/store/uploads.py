@@ -169,11 +169,6 @@ def writer(folder: BlobFolder) -> Iterator[BlobWriter]:
         raise _too_late() from exc
 
 
-def erase(folder: BlobFolder) -> None:
-    """Delete the bytes of an upload, whose row must already be doomed. Idempotent."""
-    folder.erase()
-
-
 def sweep(db: Database, blobs: BlobFolder) -> int:
     """Erase doomed and late uploads, and delete rows that no longer count for a quota. Return the
     number of erased uploads.
@@ -194,7 +189,7 @@ def sweep(db: Database, blobs: BlobFolder) -> int:
     # Files are erased outside of a transaction. If the process is killed here, the rows stay doomed, and
     # the next sweep erases the files again.
     for row in doomed:
-        erase(open_folder(blobs, tenant_id=row.tenant_id, upload_id=row.id))
+        open_folder(blobs, tenant_id=row.tenant_id, upload_id=row.id).erase()
     with db.write() as session:
         session.execute(
             update(Upload)

@@ -47,14 +47,12 @@ def _results(
     key = (row.name, row.version)
     found = outcomes.get(key, Counter[str | None]())
     reported = found.total()
-    # A median of few devices would reveal the value of one of them.
-    visible = reported >= max(least, 1)
     shown = hide({outcome.value: found[outcome.value] for outcome in Outcome}, least)
     adopted, told_reported = shown[Outcome.ADOPTED], rounded(reported, least)
-    improvement = median(session, row, Run.gain, least=least) if visible else None
-    memory = _middle(session, row, Run.peak_rss_bytes, least)
+    improvement = _median(session, row, Run.gain, least)
     # No index sorts runs by the rise or the memory, so only the medians are computed, without intervals.
-    rise = _middle(session, row, Run.rise, least)
+    memory = _median(session, row, Run.peak_rss_bytes, least, bounds=False)
+    rise = _median(session, row, Run.rise, least, bounds=False)
     return VersionResults(
         name=row.name,
         version=row.version,
@@ -66,8 +64,8 @@ def _results(
         outcomes=Outcomes(**shown),
         adopted_fraction=None if adopted is None or not told_reported else adopted / told_reported,
         improvement=None if improvement is None else _band(improvement, least),
-        general_rise=None if rise is None else coarse(rise, least),
-        peak_rss_bytes=None if memory is None else int(coarse(memory, least)),
+        general_rise=None if rise is None else coarse(rise.value, least),
+        peak_rss_bytes=None if memory is None else int(coarse(memory.value, least)),
     )
 
 
@@ -83,31 +81,23 @@ def of_version(row: Release) -> tuple[ColumnElement[bool] | InstrumentedAttribut
     return Run.newest, Run.tenant_id == row.tenant_id, Run.release == row.name, Run.version == row.version
 
 
-def median(
-    session: Session, row: Release, column: InstrumentedAttribute[Any], *, least: int = 0
+def _median(
+    session: Session, row: Release, column: InstrumentedAttribute[Any], least: int, *, bounds: bool = True
 ) -> Interval | None:
-    """Return the median of a column over the newest runs on a version, or None for fewer than `least`
-    runs.
-    """
-    values = select(column).where(*of_version(row), column.is_not(None)).order_by(column)
-    n = session.scalar(select(func.count()).where(*of_version(row), column.is_not(None))) or 0
-    if n < max(least, 1):
-        return None
-    middle, low, high = (
-        session.scalar(values.limit(1).offset(rank)) if 0 <= rank < n else None for rank in median_ranks(n)
-    )
-    return Interval(float(middle or 0), low, high)
+    """Return the median of a column over the newest runs on a version, with or without its bounds.
 
-
-def _middle(session: Session, row: Release, column: InstrumentedAttribute[Any], least: int) -> float | None:
-    """Return the median of a column that no index sorts, without its interval, or None for too few
-    runs.
+    Return None for fewer than `least` runs: the median of few devices would reveal the value of one of them.
     """
     known = (*of_version(row), column.is_not(None))
     n = session.scalar(select(func.count()).where(*known)) or 0
     if n < max(least, 1):
         return None
-    return session.scalar(select(column).where(*known).order_by(column).limit(1).offset(n // 2))
+    values = select(column).where(*known).order_by(column).limit(1)
+    middle, low, high = (
+        session.scalar(values.offset(rank)) if 0 <= rank < n else None
+        for rank in (median_ranks(n) if bounds else (n // 2, -1, n))
+    )
+    return Interval(float(middle or 0), low, high)
 
 
 def _devices_by_version(session: Session, tenant_id: str) -> dict[Version, int]:

@@ -269,6 +269,6 @@ def _erase_bytes(folder: BlobFolder) -> None:
     """Erase the bytes of an upload that the database marks for deletion. If the bucket does not answer, a
     later sweep erases them."""
     try:
-        uploads.erase(folder)
+        folder.erase()
     except PermilleError as exc:
         logger.warning("cannot erase an upload now, so the next sweep will: %s", exc)
