@@ -81,8 +81,8 @@ class Gate:
         return f"s3://{self.bucket}/permille?endpoint={self.endpoint}&region=us-east-1"
 
     def open(self, **options: Any) -> Bucket:
-        """Return a client that retries once and does not sleep."""
-        options = {"attempts": 2, "sleep": lambda _s: None, "reach_s": 60.0, **options}
+        """Return a client that retries once."""
+        options = {"attempts": 2, "reach_s": 60.0, **options}
         return Bucket(BucketAddress.parse(self.address), **options)
 
     def sent(self, pattern: str) -> list[Request]:

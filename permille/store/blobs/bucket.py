@@ -71,7 +71,6 @@ class Bucket:
 
     Args:
         attempts: the number of attempts for each request. The pause between them grows to some seconds.
-        sleep: the function that waits before an interrupted body continues. Tests replace it.
         reach_s: the timeout of `reach`.
         part_bytes: a file that is larger is sent in parts of this size.
     """
@@ -81,14 +80,12 @@ class Bucket:
         address: BucketAddress,
         *,
         attempts: int,
-        sleep: Callable[[float], None] = time.sleep,
         reach_s: float = 5.0,
         part_bytes: int = PART_BYTES,
     ) -> None:
         self.address = address
         self._attempts = attempts
         self._timeout_s = 30.0
-        self._sleep = sleep
         self._reach_s = reach_s
         self._part_bytes = part_bytes
         self._lock = threading.Lock()
@@ -141,7 +138,7 @@ class Bucket:
                 failed = 1 if at > was else failed + 1
                 if failed >= self._attempts:
                     raise BlobStoreError(f"The download of {key} stopped at byte {at} of {end}.") from broken
-                self._sleep(random.uniform(0.0, 0.2 * 2.0**failed))  # noqa: S311 - jitter needs no secrecy
+                time.sleep(random.uniform(0.0, 0.2 * 2.0**failed))  # noqa: S311 - jitter needs no secrecy
 
     def put(self, key: str, path: Path, digest: str) -> None:
         """Store a file whole, or not at all. We check its digest, and the bucket checks what arrives.
