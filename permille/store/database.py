@@ -1,9 +1,11 @@
 """Sessions, transactions and the clock of the database.
 
 On SQLite, a write transaction starts with BEGIN IMMEDIATE. A second writer therefore waits before its
-transaction starts (for at most the busy timeout), and no transaction fails halfway. Keep write
-transactions short, without file or network access. Readers never wait for writers, because the
-database uses a write-ahead log (WAL).
+transaction starts (for at most the busy timeout), and no transaction fails halfway. Readers never wait for
+writers, because the database uses a write-ahead log (WAL).
+
+Keep write transactions short, without file or network access. Only those of
+`permille.store.retention.collection` look for blobs, and delete them.
 
 All transactions take locks in one order, so that PostgreSQL finds no deadlock:
 

@@ -7,8 +7,8 @@ Rules:
 - A secret is stored as the hexadecimal SHA-256 of the secret. The exception is a webhook's secret,
   which is stored in plain text, since it signs each delivery.
 - A blob is named by its digest (`sha256:` and 64 hex digits). Its bytes are in the blob store.
-- A row to which other rows may refer is not deleted. It is marked with a time (`revoked_at`, `yanked_at`,
-  `deleted_at`).
+- A row to which other rows refer is not deleted. It may be marked with a time instead (`revoked_at`,
+  `yanked_at`, `deleted_at`).
 """
 
 from datetime import UTC, datetime, timedelta
@@ -83,7 +83,7 @@ class Base(DeclarativeBase):
 
 
 class Tenant(Base):
-    """A customer. No query crosses the border between two tenants."""
+    """A customer. The rows of a tenant are hidden from all other tenants."""
 
     __tablename__ = "tenants"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -94,7 +94,7 @@ class Tenant(Base):
 
 
 class _OfTenant:
-    """Mixin for the tenant to which a row belongs. Every query filters by it."""
+    """Mixin for the tenant to which a row belongs. Queries for requests filter by it."""
 
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
 

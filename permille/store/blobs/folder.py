@@ -172,7 +172,7 @@ class BucketFolder(BlobFolder):
         return self._cache.hold(digest, self._copy(digest))
 
     def open(self, digest: str) -> BinaryIO:
-        """Open the blob for reading. Raises the errors of `path`."""
+        """Open the blob for reading. A private blob is not checked. Raises the errors of `path`."""
         if not self._private:
             return self._copy(digest)
         # The file has no name. So no personal data stays on the disk if the process is killed.
