@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
@@ -350,6 +351,21 @@ def test_a_child_that_ends_slowly_after_its_result_has_not_lost_its_lease(
         claims.complete(session, claim, result_id="mask_1") if has_result else claims.release(session, claim)
     Supervisor(db=db, settings=settings, shutdown=Shutdown(), child_command=slow).run(claim)
     assert (f"lost {claim.job_id}" in caplog.text) is not has_result
+
+
+def test_a_worker_that_must_stop_does_not_wait_for_a_database_that_is_away(
+    db: Database, claim: Claim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> bool:
+        raise OperationalError("SELECT", {}, Exception("away"))
+
+    monkeypatch.setattr(claims, "is_cancel_requested", away)
+    settings = WorkerSettings.model_validate({"data_dir": tmp_path, "poll_s": 0.01, "lease_s": 30.0})
+    shutdown, begun = Shutdown(), time.monotonic()
+    shutdown.ask(0.0)
+    slow = (sys.executable, "-c", "import time; time.sleep(600)")
+    Supervisor(db=db, settings=settings, shutdown=shutdown, child_command=slow).run(claim)
+    assert time.monotonic() - begun < 8.0
 
 
 def test_a_child_that_dies_before_it_gets_its_claim_is_a_crash(

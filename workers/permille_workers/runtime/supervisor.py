@@ -146,8 +146,9 @@ class Supervisor:
                 return
             except DBAPIError as exc:
                 _log.warning("the database cannot be used: %s", exc)
-                # When the lease has expired, another worker may have the job, so this attempt ends.
-                if at - renewed_at >= self.settings.lease_s:
+                # When the lease has expired, another worker may have the job, so this attempt ends. At the
+                # deadline of a shutdown it ends, too, and its lease expires later.
+                if at - renewed_at >= self.settings.lease_s or self.shutdown.is_due():
                     return
                 continue
             if at - renewed_at >= renew_every_s:
