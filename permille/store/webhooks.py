@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import delete, func, or_, select
 from sqlalchemy.orm import Session
 
 from permille.schemas.webhooks import EventType
@@ -107,7 +107,8 @@ def claim(session: Session) -> list[Message]:
     query = (
         select(WebhookDelivery, Webhook)
         .join(Webhook, Webhook.id == WebhookDelivery.webhook_id)
-        .where(WebhookDelivery.next_at <= at)
+        # No pause is as long as a day. A later time means that the database's clock has gone back.
+        .where(or_(WebhookDelivery.next_at <= at, WebhookDelivery.next_at > at + timedelta(days=1)))
         .order_by(WebhookDelivery.next_at)
         .limit(_MAX_CLAIMED)
         .with_for_update(of=WebhookDelivery, skip_locked=True)

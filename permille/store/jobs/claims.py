@@ -437,8 +437,8 @@ def pull_back(db: Database) -> int:
     """Move the times of unfinished jobs back, if they lie in the future. Return the number of jobs.
 
     Jobs get times in the future while the clock is ahead, for example by a year. When the clock is right
-    again, these jobs would start, and their leases expire, only after a year. The sweeps of rounds
-    and uploads correct their own times.
+    again, these jobs would start, and their leases expire, only after a year. The sweeps of rounds,
+    rollouts and uploads correct their own times.
     """
     with db.read() as session:
         late = now(session) + SLACK

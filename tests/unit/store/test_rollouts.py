@@ -240,6 +240,22 @@ def test_only_the_next_wave_can_be_approved(db: Database, tenant_id: str, device
             rollouts.approve(row, 4)
 
 
+def test_a_wave_that_opened_while_the_clock_was_ahead_ends_in_its_time(
+    db: Database, tenant_id: str, clock: Clock, devices: list[Device]
+) -> None:
+    clock.forward(366 * 86_400)
+    rollout = start(db, tenant_id, rules=RULES.model_copy(update={"waves": ["100%"]}))
+    report(db, devices[0], rollout)
+    clock.forward(-366 * 86_400)
+    rollouts.sweep(db)
+    clock.forward(RULES.soak_s + RULES.deadline_s + 1)
+    rollouts.sweep(db)
+    row = now_of(db, rollout)
+    with db.read() as session:
+        assert rollouts.tally(session, row).codes == {ReportCode.SILENT: 1}
+    assert (row.state, row.reason) == (RolloutState.PAUSED, "silence")
+
+
 def test_a_clock_that_goes_back_after_a_resume_loses_no_report(
     db: Database, tenant_id: str, clock: Clock, devices: list[Device]
 ) -> None:
