@@ -261,8 +261,28 @@ def test_a_sweep_outlives_what_nobody_thought_of_and_tells_of_a_bucket_once_when
     assert told == [away, f"{away}: {missing}", f"{away}: {refused}", f"over: {away}"]
 
 
-def test_a_result_is_published_once_its_bucket_answers(
+AWAY = OperationalError("INSERT", {}, Exception("away"))
+
+
+def test_an_attempt_goes_on_while_its_progress_cannot_be_written(
     db: Database, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object, **__: object) -> bool:
+        raise AWAY
+
+    clock = Seconds()
+    progress = Progress(db, claim, clock=clock)
+    with monkeypatch.context() as outage:
+        outage.setattr(claims, "report_progress", away)
+        progress(0.2, "fisher 1/5")
+    clock.at = 2.0
+    progress(0.4, "fisher 2/5")
+    assert read(db, claim).progress == 0.4
+
+
+@pytest.mark.parametrize("fault", [BlobStoreError("away"), AWAY])
+def test_a_result_is_published_once_bucket_and_database_answer(
+    db: Database, claim: Claim, monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
     monkeypatch.setattr(child, "_PAUSES_S", (0.0, 0.0))
     tried: list[int] = []
@@ -270,7 +290,7 @@ def test_a_result_is_published_once_its_bucket_answers(
     def publish(_: Session) -> str:
         tried.append(len(tried))
         if len(tried) < 3:
-            raise BlobStoreError("away")
+            raise fault
         return "mask_1"
 
     child.publish_result(db, claim, publish)

@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Mapping
 from typing import BinaryIO
 
+from sqlalchemy.exc import DBAPIError
+
 from permille import telemetry
 from permille.errors import InputError, OperatorError, PackageError, PermilleError
 from permille.store.blobs.folder import open_blobs
@@ -40,7 +42,7 @@ MAX_HANDOVER_BYTES = 16 << 20
 _PR_SET_PDEATHSIG = 1
 _FINAL = (InputError, PackageError, OperatorError)  # after these errors, a retry would fail again
 _PASSING_CODES = {"blob-missing", "blob-digest"}  # after these, the store may return the whole blob next time
-_PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # pauses between attempts to publish while a bucket does not answer
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # pauses between attempts to publish
 
 _log = logging.getLogger(__name__)
 
@@ -97,17 +99,17 @@ def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: Wor
 def publish_result(db: Database, claim: Claim, made: Publish | PartsToAdd) -> None:
     """Write the rows of the result and end the job, or add the parts that the task made, in one transaction.
 
-    If a bucket does not answer, try again after a pause, so that hours of work are not lost. Each try has its
-    own transaction, so that other writers get their turn in between.
+    If the bucket or the database does not answer, try again after a pause, so that hours of work are not
+    lost. Each try has its own transaction, so that other writers get their turn in between.
 
     Raises:
         StaleClaimError: another attempt has begun. Nothing is written.
-        BlobStoreError: the bucket did not answer in any try.
+        BlobStoreError, DBAPIError: the bucket or the database did not answer in any try.
     """
     for pause_s in _PAUSES_S:
         try:
             _publish(db, claim, made)
-        except BlobStoreError as exc:
+        except (BlobStoreError, DBAPIError) as exc:
             _log.warning("cannot publish yet: %s", exc)
             time.sleep(pause_s)
         else:

@@ -1,10 +1,12 @@
 """The context of a task: its claim, the database, the blobs, a work folder, and reports of progress."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from permille.package.blobs import BlobFolder
@@ -15,9 +17,11 @@ from permille.store.jobs import claims
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.parents import Part
 from permille.store.tables import Artifact
+from permille.telemetry import Outage
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.work_folders import shared_store
 
+_log = logging.getLogger(__name__)
 Clock = Callable[[], float]
 REPORT_EVERY_S = 1.0
 
@@ -47,7 +51,8 @@ class PartsToAdd:
 class Progress:
     """Reports of an attempt's progress, with an estimate of the time left.
 
-    There is at most one report in a second, but the start of a new phase is always reported.
+    There is at most one report in a second, but the start of a new phase is always reported. If the database
+    does not answer, the attempt goes on without a report.
 
     The estimate uses the pace since the report with the lowest fraction in this attempt, usually the first
     one. Work that an earlier attempt has done therefore does not count.
@@ -63,6 +68,7 @@ class Progress:
         self._risen: tuple[float, float] | None = None
         self._told_at: float | None = None
         self._told_message: str | None = None
+        self._outage = Outage(_log, "cannot report progress")
 
     def __call__(self, fraction: float, message: str) -> None:
         """Report the fraction of the job that is done, and what it does now.
@@ -82,10 +88,15 @@ class Progress:
         if recent and message.split(" ")[0] == (self._told_message or "").split(" ")[0]:
             return
         self._told_at, self._told_message = at, message
-        with self._db.write() as session:
-            stop = claims.report_progress(
-                session, self._claim, fraction=fraction, message=message, eta_s=self._eta_s(at, fraction)
-            )
+        try:
+            with self._db.write() as session:
+                stop = claims.report_progress(
+                    session, self._claim, fraction=fraction, message=message, eta_s=self._eta_s(at, fraction)
+                )
+        except DBAPIError as exc:  # if this lasts as long as the lease, the supervisor ends the attempt
+            self._outage.note(exc)
+            return
+        self._outage.note(None)
         if stop:
             raise JobCancelledError(self._claim.job_id)
 
