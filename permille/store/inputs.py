@@ -160,17 +160,13 @@ def corpora_are_older(session: Session, settings: StoreSettings, job: Job) -> bo
 
 
 def ids_in(request: Mapping[str, object]) -> Iterator[str]:
-    """Yield every id in a request, at any depth.
+    """Return every id in a request, at any depth.
 
     Example:
         >>> list(ids_in({"model_id": "model_1", "mask": {"corpus_id": "corpus_2"}}))
         ['model_1', 'corpus_2']
     """
-    for name, value in request.items():
-        if isinstance(value, Mapping):
-            yield from ids_in(value)
-        elif name.endswith("_id") and isinstance(value, str):
-            yield value
+    return (value for name, value in _strings_in(request) if name.endswith("_id"))
 
 
 def named_by_jobs(session: Session, *, tenant_id: str) -> dict[str, str]:
@@ -178,16 +174,16 @@ def named_by_jobs(session: Session, *, tenant_id: str) -> dict[str, str]:
     query = select(Job.id, Job.payload).where(Job.tenant_id == tenant_id, Job.state.in_(UNFINISHED))
     jobs = session.execute(query)
     # Take every string, not only fields `..._id`, since requests name a package by its digest.
-    return {value: job_id for job_id, payload in jobs for value in _strings_in(payload)}
+    return {value: job_id for job_id, payload in jobs for _, value in _strings_in(payload)}
 
 
-def _strings_in(request: Mapping[str, object]) -> Iterator[str]:
-    """Yield every string in a request, at any depth."""
-    for value in request.values():
+def _strings_in(request: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yield every string in a request with the name of its field, at any depth."""
+    for name, value in request.items():
         if isinstance(value, Mapping):
             yield from _strings_in(value)
         elif isinstance(value, str):
-            yield value
+            yield name, value
 
 
 def record_facts(session: Session, *, tenant_id: str, model_id: str, facts: ModelFacts) -> Model:

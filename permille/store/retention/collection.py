@@ -139,8 +139,8 @@ def collect(db: Database, blobs: BlobFolder, settings: StoreSettings, *, dry_run
                 old.append(blob)
     while old:
         found.removed.update(_collect_blobs(db, blobs, old, before_s=before_s, dry_run=dry_run))
-    for root in _roots(db, settings):
-        found.removed.update(_collect_folders(db, root, before_s=before_s, dry_run=dry_run))
+    for tenant_id, root in _roots(db, settings).items():
+        found.removed.update(_collect_folders(db, tenant_id, root, before_s=before_s, dry_run=dry_run))
     if not dry_run:
         _note(db, found)
     return found
@@ -172,32 +172,27 @@ def _collect_blobs(
     return removed
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelRoot:
-    """The folder of a tenant's sparse models."""
-
-    tenant_id: str
-    folder: Path
-
-
-def _roots(db: Database, settings: StoreSettings) -> list[_ModelRoot]:
+def _roots(db: Database, settings: StoreSettings) -> dict[str, Path]:
+    """Return the folders of sparse models, by the id of their tenant."""
     with db.read() as session:
-        found = []
-        for tenant_id in session.scalars(select(Tenant.id).order_by(Tenant.id)):
-            roots = inputs.roots_of(session, settings, tenant_id=tenant_id)
-            found.append(_ModelRoot(tenant_id, roots.models / inputs.SPARSIFIED))
-    return [root for root in found if root.folder.is_dir()]
+        found = {
+            tenant_id: inputs.roots_of(session, settings, tenant_id=tenant_id).models / inputs.SPARSIFIED
+            for tenant_id in session.scalars(select(Tenant.id).order_by(Tenant.id))
+        }
+    return {tenant_id: root for tenant_id, root in found.items() if root.is_dir()}
 
 
-def _collect_folders(db: Database, root: _ModelRoot, *, before_s: float, dry_run: bool) -> dict[str, int]:
+def _collect_folders(
+    db: Database, tenant_id: str, root: Path, *, before_s: float, dry_run: bool
+) -> dict[str, int]:
     """Delete sparse models that no row names, and the remains of killed jobs and collections."""
     removed: dict[str, int] = {}
-    for folder in sorted(path for path in root.folder.iterdir() if path.is_dir()):
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         with db.write() as session:
             _lock(session, shared=False)
-            if not _is_needless(session, root, folder, before_s):
+            if not _is_needless(session, tenant_id, folder, before_s):
                 continue
-            removed[f"{root.folder.name}/{folder.name}"] = _size(folder)
+            removed[f"{root.name}/{folder.name}"] = _size(folder)
             if dry_run:
                 continue
             _check_lock(session)
@@ -211,7 +206,7 @@ def _collect_folders(db: Database, root: _ModelRoot, *, before_s: float, dry_run
     return removed
 
 
-def _is_needless(session: Session, root: _ModelRoot, folder: Path, before_s: float) -> bool:
+def _is_needless(session: Session, tenant_id: str, folder: Path, before_s: float) -> bool:
     if folder.name.startswith(_COLLECTED):
         return True
     if folder.name.startswith(f".{Prefix.JOB}_"):  # an unfinished folder, named after the job that writes it
@@ -220,7 +215,7 @@ def _is_needless(session: Session, root: _ModelRoot, folder: Path, before_s: flo
         return False
     path = f"{inputs.SPARSIFIED}/{folder.name}"
     for digest, source in session.execute(
-        select(Model.digest, Model.source).where(Model.tenant_id == root.tenant_id)
+        select(Model.digest, Model.source).where(Model.tenant_id == tenant_id)
     ):
         given = f"{source.get('path')}/"
         if given.startswith(f"{path}/") or (digest is not None and inputs.sparsified_path(digest) == path):
