@@ -178,7 +178,8 @@ class Bucket:
     def names(self, prefix: str) -> list[str]:
         """Return the distinct names between the prefix and the next slash, sorted."""
         pages = self._pages("list_objects_v2", Prefix=prefix, Delimiter="/")
-        found = (entry["Prefix"] for page in pages for entry in page.get("CommonPrefixes", ()))
+        with self._errors(f"a list of {prefix}"):
+            found = [entry["Prefix"] for page in pages for entry in page.get("CommonPrefixes", ())]
         return sorted(name.removeprefix(prefix).rstrip("/") for name in found)
 
     def erase(self, prefix: str) -> None:

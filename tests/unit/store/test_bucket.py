@@ -29,6 +29,7 @@ from tests.bucket_site import CREDENTIALS, Fault, Gate, bucket_server, gate, set
 HELLO = digest_of(b"hello")
 ONES, TWOS = bytes([1]) * 1000, bytes([2]) * 1000
 MIB = 1 << 20
+UNNAMED = b"<CommonPrefixes><Name>k/</Name></CommonPrefixes></R>"
 
 
 @pytest.fixture(scope="module")
@@ -341,8 +342,12 @@ def test_an_address_names_bucket_prefix_endpoint_and_region() -> None:
     ("status", "headers", "body"),
     [
         (301, {"location": "http://127.0.0.1:1/"}, b""),
-        (200, {"last-modified": "some day"}, b"<R><Contents><Key>k</Key><Size>x</Size></Contents></R>"),
-        (200, {}, b"<R><Contents><Size>1</Size></Contents><Upload><Key>k</Key></Upload></R>"),
+        (
+            200,
+            {"last-modified": "some day"},
+            b"<R><Contents><Key>k</Key><Size>x</Size></Contents>" + UNNAMED,
+        ),
+        (200, {}, b"<R><Contents><Size>1</Size></Contents><Upload><Key>k</Key></Upload>" + UNNAMED),
     ],
     ids=["redirects without end", "no numbers", "no keys"],
 )
@@ -369,7 +374,11 @@ def test_what_answers_as_no_bucket_does_is_a_bucket_that_is_away(
         threading.Thread(target=listener.serve_forever, daemon=True).start()
         address = f"s3://blobs?endpoint=http://127.0.0.1:{listener.server_port}&region=r"
         bucket = Bucket(BucketAddress.parse(address), attempts=1)
-        for ask in (lambda: bucket.head("k"), lambda: list(bucket.entries(""))):
+        for ask in (
+            lambda: bucket.head("k"),
+            lambda: list(bucket.entries("")),
+            lambda: bucket.names(""),
+        ):
             with pytest.raises(BlobStoreError, match=r"Bucket 'blobs' failed at .*: its answer is not valid"):
                 ask()
         listener.shutdown()
