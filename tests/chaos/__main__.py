@@ -1,4 +1,4 @@
-"""Run thousands of jobs under faults, then audit the result: `make chaos`.
+"""Run many jobs under faults, then audit the result: `make chaos`.
 
     python -m tests.chaos --jobs 1000 --seed 0 --store both
 
