@@ -179,7 +179,7 @@ def _is_misdated(at: datetime) -> ColumnElement[bool]:
     back.
     """
     left = type_coerce(Round.deadline_at, BigInteger) - literal(at, Instant())
-    return left > Federation.deadline_s * 1_000_000
+    return left > Federation.deadline_s * literal(1_000_000, BigInteger)
 
 
 def publish(session: Session, *, federation: Federation, number: int, ended: Ended) -> None:

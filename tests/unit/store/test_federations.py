@@ -32,11 +32,18 @@ class Site:
     """A running federation in a database. Its members can be invited to the open round."""
 
     def __init__(
-        self, db: Database, tenant_id: str, *, target: int, minimum: int = 1, count: int = 8
+        self,
+        db: Database,
+        tenant_id: str,
+        *,
+        target: int,
+        minimum: int = 1,
+        count: int = 8,
+        deadline_s: int = DEADLINE_S,
     ) -> None:
         self.db, self.tenant_id = db, tenant_id
         new = NewFederation(
-            name="f", definition=make_definition(minimum=minimum), target=target, deadline_s=DEADLINE_S
+            name="f", definition=make_definition(minimum=minimum), target=target, deadline_s=deadline_s
         )
         release = Release(tenant_id=tenant_id, name="tiny", version=1, package_digest="sha256:" + "0" * 64)
         with db.write() as session:
@@ -165,6 +172,18 @@ def test_two_sweepers_end_a_round_of_too_few_once(db: Database, tenant_id: str, 
     with db.read() as session:
         assert session.get_one(Federation, site.id).number == 1
     assert site.held() == set()
+
+
+def test_a_round_of_a_week_is_swept(db: Database, tenant_id: str, clock: Clock) -> None:
+    """A week has more microseconds than 32 bits hold."""
+    site = Site(db, tenant_id, target=8, deadline_s=7 * 86_400)
+    site.invite_all()
+    site.send(site.devices[0])
+    rounds.sweep(db)
+    assert site.round().state == "open"
+    clock.forward(7 * 86_400)
+    rounds.sweep(db)
+    assert site.round().state == "closing"
 
 
 @pytest.mark.parametrize("way", ["failed", "cancelled", "dead"])
