@@ -23,7 +23,7 @@ NewRow = TypeVar("NewRow", bound=Base)
 # The largest number of rows of a page. This bounds the memory that one request may take.
 MAX_LIMIT = 200
 _LONGEST_TIME = 17  # decimal digits of the microseconds since 1970: up to the year 5138
-_LONGEST_NUMBER = 18  # decimal digits: every number of this length fits 64 bits
+_LONGEST_NUMBER = 9  # decimal digits: every number of this length fits 32 bits, as some keys have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import select
 
+from permille.errors import InputError
 from permille.federation.definition import encode_key
 from permille.schemas.fields import EXAMPLE_ULID
 from permille.schemas.jobs import JobKind
@@ -17,10 +18,11 @@ from permille.store import audit, devices, rows, tables
 from permille.store.audit import Change
 from permille.store.database import Database
 from permille.store.errors import NotFoundError, RoundClosedError
-from permille.store.federations import contributions, definitions, members, rounds
+from permille.store.federations import contributions, definitions, history, members, rounds
 from permille.store.federations.contributions import Sent
 from permille.store.federations.definitions import NewFederation
 from permille.store.jobs import claims, queue
+from permille.store.rows import Window
 from permille.store.tables import Federation, Job, Participation, Release, Round
 from tests.unit.federation.federations import make_definition
 from tests.unit.store.conftest import Clock
@@ -172,6 +174,15 @@ def test_two_sweepers_end_a_round_of_too_few_once(db: Database, tenant_id: str, 
     with db.read() as session:
         assert session.get_one(Federation, site.id).number == 1
     assert site.held() == set()
+
+
+def test_a_cursor_that_exceeds_the_column_is_refused(db: Database, tenant_id: str) -> None:
+    site = Site(db, tenant_id, target=8, count=1)
+    with db.read() as session:
+        row = session.get_one(Federation, site.id)
+        for cursor in ("9" * 10, "-1", "x"):
+            with pytest.raises(InputError, match="cursor"):
+                history.list_rounds(session, row, Window(cursor=cursor))
 
 
 def test_a_round_of_a_week_is_swept(db: Database, tenant_id: str, clock: Clock) -> None:
