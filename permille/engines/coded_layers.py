@@ -1,7 +1,7 @@
 """Torch modules that keep quantized weights in their codes.
 
-bitsandbytes multiplies NF4 codes (see `_quant_state` for an exception). On a CPU, for many rows, and in the
-reverse pass, it decodes one whole matrix, and frees it after the product. All other codes are decoded in
+bitsandbytes multiplies NF4 codes (see `_quant_state` for an exception). It decodes a whole matrix on a CPU,
+for many rows, and in the reverse pass, and frees it after the product. All other codes are decoded in
 tiles (some output rows at a time), with torch operations that every device has. An 8-bit embedding decodes
 only the rows that are looked up. The head is decoded and multiplied tile by tile.
 

@@ -41,7 +41,8 @@ def sparse_product(
     Args:
         row_start_N1: the number of entries before each row, and after the last row, the number of all
             entries.
-        column_C: the column of each entry, row by row. Starts within the array and columns are not checked.
+        column_C: the column of each entry, row by row. Neither the columns nor the starts between the first
+            and the last are checked.
 
     Raises:
         InputError: an array has another type or shape, or the starts do not run from 0 to C.

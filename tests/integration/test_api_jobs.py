@@ -129,7 +129,7 @@ def test_a_preflights_time_is_that_of_past_jobs_of_its_kind(stocked: Api) -> Non
     assert time_figure("quantization")["needed"] < 1, "a job of another kind tells nothing"
 
 
-def test_a_past_sparsification_corrects_the_time_though_its_model_has_its_name(stocked: Api) -> None:
+def test_a_past_sparsification_corrects_the_time_though_its_name_is_taken(stocked: Api) -> None:
     names = {"model_id": add_model(stocked), "corpus_id": add_corpus(stocked)}
     body = {**names, "sequences": 4, "length": 16, "evaluation_sequences": 0}
     job = stocked.post("/v1/sparsifications", {**body, "name": "sparse"}).json()

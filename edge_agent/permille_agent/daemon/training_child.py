@@ -202,7 +202,7 @@ def _supervise(child: subprocess.Popen[str], line: str, keep_going: Callable[[],
         reader.join(STOP_GRACE_S)
     # The child died before it read its request. Wait for the end of its output.
     except BrokenPipeError:
-        with suppress(BrokenPipeError):  # this tries again to write the request
+        with suppress(BrokenPipeError):  # `close` tries again to write the request
             child.stdin.close()
         reader.join(STOP_GRACE_S)
     finally:

@@ -124,7 +124,7 @@ def _pull(
         release, target = _choose(api, trusted, enrolment, part)
     try:
         manifest = Manifest.from_bytes(_fetch_manifest(home, trusted, blobs, target, release.manifest_digest))
-        # Parts of another package would count as free space below, although they are not reused.
+        # `_free_bytes` counts partial downloads as free space, so delete those that are not reused.
         _clear_partial(home, kept={blobs.path(layer.digest).name for layer in manifest.layers})
         plan = plan_download(
             manifest,

@@ -313,7 +313,7 @@ class _DescentLoop:
             best = self._evaluations[0]
         s_K = steps.best(best.step)
         if not best.step and run.judges_start:
-            # The start may be adopted. It replaces a better state that a failed descent has stored.
+            # The start may be adopted, so store it, even in place of a better state of a failed descent.
             store_best_state(run, header, self._number, s_K)
         return SelectedState(
             descent=self._number,

@@ -245,9 +245,9 @@ def _end_of_turn(
 ) -> dict[str, int]:
     """Return the token `eot`, which ends an answer and is not `eos`, if there is one.
 
-    It is the last such token that `generation_config.json` lists under `eos_token_id`. If that file lists no
-    id below `rows`, it is the last such token of `known`, the tokens in the chat template that are known to
-    end a turn.
+    The candidates are the ids below `rows` that `generation_config.json` lists under `eos_token_id`. If there
+    are none, they are `known`: the tokens in the chat template that are known to end a turn. The last
+    candidate other than `eos` is taken.
     """
     value = generation.get("eos_token_id")
     listed = value if isinstance(value, list) else []

@@ -310,7 +310,7 @@ def sweep(db: Database) -> None:
 def _advance(session: Session, row: Rollout) -> None:
     rules, at = _rules(row), now(session)
     _mark_silent(session, row, rules)
-    # If the database's clock has gone back, the wave counts as opened now.
+    # If the database's clock has gone back, the wave counts as having opened now.
     row.opened_at = min(row.opened_at or at, at)
     step = advance(
         Position(wave=row.wave, opened_at=row.opened_at, looks=row.looks, approved=row.approved),
@@ -446,7 +446,7 @@ def _mark_silent(session: Session, row: Rollout, rules: Rules) -> None:
         .where(RolloutReport.rollout_id == row.id, RolloutReport.code.is_(None))
         .execution_options(synchronize_session=False)
     )
-    # If the database's clock has gone back, a device counts as begun now.
+    # If the database's clock has gone back, a device counts as having begun now.
     session.execute(change.where(RolloutReport.began_at > at).values(began_at=at))
     late = RolloutReport.began_at <= at - timedelta(seconds=rules.deadline_s)
     session.execute(change.where(late).values(code=ReportCode.SILENT.value, ended_at=at))

@@ -430,8 +430,8 @@ def _has_package(programs: Programs) -> bool:
 def _install(request: Request, programs: Programs, say: Callable[[str], None], *, quiet: bool) -> None:
     """Build and publish the package unless that is done, and let the device pull it.
 
-    A device without a package holds no data, so it is removed and enrols again. Afterwards, it ends the
-    enrolment.
+    A device without a package holds no data, so it is removed and enrols again. At the end, the device leaves
+    the service.
     """
     models, texts = request.work / "models", request.work / "texts"
     from permille.models.gguf.folder import FOLDERS  # imports numpy

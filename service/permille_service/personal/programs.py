@@ -205,7 +205,7 @@ def _exit_of(code: int) -> Exit:
 def _outputs(process: subprocess.Popen[str], stop_by: signal.Signals = signal.SIGINT) -> tuple[str, str]:
     """Wait for the end of a process, and return what it wrote into pipes.
 
-    If this process is told to end meanwhile, the other one is stopped first.
+    If this process is told to end meanwhile, it stops the other process first.
     """
     try:
         return process.communicate()

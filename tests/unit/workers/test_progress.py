@@ -281,7 +281,7 @@ def test_an_attempt_goes_on_while_its_progress_cannot_be_written(
 
 
 @pytest.mark.parametrize("fault", [BlobStoreError("away"), AWAY])
-def test_a_result_is_published_once_bucket_and_database_answer(
+def test_a_result_is_published_when_bucket_and_database_answer_again(
     db: Database, claim: Claim, monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
     monkeypatch.setattr(child, "_PAUSES_S", (0.0, 0.0))

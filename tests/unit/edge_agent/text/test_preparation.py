@@ -180,7 +180,7 @@ def test_training_text_that_touches_held_out_text_is_left_out() -> None:
 
 
 def test_a_first_part_that_the_guard_leaves_empty_is_refused() -> None:
-    """The shortest document trains the first state alone, and touches the text that judges this state."""
+    """Only the shortest document trains the first state, and it touches the text that judges this state."""
     first, second, third, fourth = sorted("abcd", key=lambda group: position(f"{group}\0{0}"))
     long, short = (Completion("Days.", " ".join(sentences(count))) for count in (30, 13))
     note = PlainText("The river and the day.")
