@@ -104,8 +104,8 @@ def prune_model(
 
     Args:
         source: the model.
-        target: the new folder. An existing one is replaced, unless `resume` has finished layers of an earlier
-            call with the same arguments.
+        target: the new folder. An existing one is replaced, or completed if `resume` has finished layers of
+            an earlier call with the same arguments.
         text: token ids.
         plan: the options.
         resume: a folder for continuing after a kill. None keeps nothing.

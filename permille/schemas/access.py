@@ -16,9 +16,9 @@ FIRST_DIGEST = "sha256:" + "0" * 64
 class Role(StrEnum):
     """Rights of an operator token.
 
-    Only an admin manages tokens, signing keys and retention, and reads tokens and the audit log. An operator
-    may do everything else, and a viewer may read everything else. A watcher may only read numbers about many
-    devices together.
+    Only an admin manages tenants, tokens, signing keys and retention, collects blobs, and reads tokens and
+    the audit log. An operator may do everything else, and a viewer may read everything else. A watcher may
+    only read numbers about many devices together.
     """
 
     ADMIN = "admin"
