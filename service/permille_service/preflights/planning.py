@@ -96,7 +96,7 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
     with service.database.read() as session:
         planner = _Planner(session, tenant_id, machine, service.settings.fisher_split_flops)
         needs = planner.needs_of(request)
-        # Not in `needs_of`, which also estimates past jobs below: their own results have taken their names.
+        # Do not check this in `needs_of`, which also estimates past jobs: their results have taken the names.
         if isinstance(request, SparsificationCreate):
             inputs.check_name(session, Model, tenant_id, request.name)
         # Compare by identity. NOTHING stands for unknown needs, and known needs may also be zero.
