@@ -15,6 +15,7 @@ from permille.errors import InputError
 MAX_MINUTES: Final = 1440
 _RANGES: Final = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
 _PART: Final = re.compile(r"(?:\*|(\d{1,2})(?:-(\d{1,2}))?)(?:/(\d{1,2}))?", re.ASCII)
+_UNCLEAR: Final = re.compile(r"(?<![-\d])\d+/\d*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,17 @@ class Window:
         return False
 
 
+def check_steps(cron: str) -> None:
+    """Raise InputError for a step after a single number.
+
+    Some programs read `0/15` as `0-59/15`, and others as `0`, so a new window must not have such a step. In a
+    window that is already signed, it changes nothing.
+    """
+    found = _UNCLEAR.search(cron)
+    if found is not None:
+        raise InputError(f"{found[0]!r:.40} is not a time of a window: a step needs `*` or a range.")
+
+
 def _fields(cron: str) -> list[set[int]]:
     parts = cron.split()
     if len(parts) != len(_RANGES):
@@ -90,12 +102,10 @@ def _values(text: str, low: int, high: int) -> set[int]:
         begin = low if first is None else int(first)
         end = int(last) if last is not None else high if first is None else begin
         stride = int(step or 1)
-        # Some programs read `0/15` as `0-59/15`, and others as `0`.
-        is_unclear = step is not None and first is not None and last is None
-        if is_unclear or not low <= begin <= end <= high or not stride:
+        if not low <= begin <= end <= high or not stride:
             raise InputError(
-                f"{part!r:.40} is not a time of a window: it must lie within {low} to {high}, and a step "
-                "needs `*` or a range, and is at least 1."
+                f"{part!r:.40} is not a time of a window: it must lie within {low} to {high}, and a step is "
+                "at least 1."
             )
         found.update(range(begin, end + 1, stride))
     return found

@@ -454,6 +454,7 @@ def test_a_maintenance_window_is_signed_with_the_rollout(api: Api) -> None:
     offer = signed(api, token)
     assert offer is not None and offer.window is not None
     assert (offer.window.cron, offer.window.minutes, offer.window.zone) == tuple(window.values())
-    for wrong in ({"cron": "0 2 * *"}, {"cron": "0 25 * * *"}, {"zone": "Mars/Olympus"}, {"minutes": 0}):
+    crons = [{"cron": cron} for cron in ("0 2 * *", "0 25 * * *", "0/15 2 * * *")]
+    for wrong in (*crons, {"zone": "Mars/Olympus"}, {"minutes": 0}):
         answer = api.post("/v1/rollouts", {"release": "tiny", "window": {**window, **wrong}})
         assert answer.status_code == 422, wrong

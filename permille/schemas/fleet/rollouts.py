@@ -3,12 +3,12 @@
 from enum import StrEnum
 from typing import Annotated, Final
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from permille.errors import InputError
 from permille.fleet.offer import ReportCode, RolloutState
 from permille.fleet.rollouts import MAX_DIFFERENCE, Reason, Rules
-from permille.fleet.windows import MAX_MINUTES, Window
+from permille.fleet.windows import MAX_MINUTES, Window, check_steps
 from permille.schemas.fields import Closed, Count, Finite, Flag, Id, Name, Positive, Timestamp, WholeNumber
 from permille.schemas.releases import Version
 
@@ -125,6 +125,16 @@ class RolloutCreate(Closed):
         description="action when the rollout halts: keep the version on devices, or revert it",
     )
     draft: bool = Field(default=False, description="open no wave until `resume`")
+
+    @field_validator("window")
+    @classmethod
+    def _check_steps(cls, window: MaintenanceWindow | None) -> MaintenanceWindow | None:
+        if window is not None:
+            try:
+                check_steps(window.cron)
+            except InputError as exc:
+                raise ValueError(str(exc)) from exc
+        return window
 
 
 class RolloutApproval(Closed):

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from permille.errors import InputError
-from permille.fleet.windows import Window
+from permille.fleet.windows import Window, check_steps
 
 
 @pytest.fixture
@@ -68,6 +68,15 @@ def test_an_hour_that_is_missing_has_no_window_and_one_that_comes_twice_has_two(
     assert sum(is_open(window, f"2026-10-25 {hour:02d}:35") for hour in range(24)) == 2
 
 
+def test_a_step_after_a_number_is_read_in_a_signed_window_and_refused_in_a_new_one() -> None:
+    window = Window(cron="0/15 2 * * *", minutes=10, zone="UTC")
+    assert is_open(window, "2026-07-01 02:05") and not is_open(window, "2026-07-01 02:20")
+    check_steps("*/15 10-20/2,22 * * *")
+    for cron, words in (("0/15 2 * * *", "'0/15'"), ("0 1,22/3 * * *", "'22/3'")):
+        with pytest.raises(InputError, match=f"{words} .* a step needs"):
+            check_steps(cron)
+
+
 @pytest.mark.usefixtures("no_system_zones")
 def test_a_zone_is_known_without_the_system_s_time_zones() -> None:
     window = Window(cron="30 2 * * *", minutes=10, zone="Europe/Berlin")
@@ -84,7 +93,6 @@ def test_a_zone_is_known_without_the_system_s_time_zones() -> None:
         ("0 2 0 * *", 60, None, "must lie within 1 to 31"),
         ("*/0 2 * * *", 60, None, "not a time of a window"),
         ("*/00 2 * * *", 60, None, "not a time of a window"),
-        ("0/15 2 * * *", 60, None, "a step needs"),
         ("@daily 2 * * *", 60, None, "not a time of a window"),
         ("0 2 * * *", 0, None, "1 to 1440 minutes"),
         ("0 2 * * *", 1441, None, "1 to 1440 minutes"),
