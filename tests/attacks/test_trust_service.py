@@ -307,8 +307,10 @@ def serving(proxy: Proxy) -> Iterator[None]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         proxy.url = f"http://127.0.0.1:{server.server_address[1]}"
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield
-        server.shutdown()
+        try:
+            yield
+        finally:
+            server.shutdown()
 
 
 class _Handler(BaseHTTPRequestHandler):
