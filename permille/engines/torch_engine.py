@@ -315,8 +315,8 @@ def torch_device(name: str) -> torch.device:
     if not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]?))?", name):
         raise InputError(f"The device must be cpu, cuda or cuda:<index>, not {name!r}.")
     device = torch.device(name)
-    found = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= found:
+    found = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= found:
         raise OperatorError(
             f"There is no CUDA device {name!r}: torch {torch.__version__} finds {found}. Use the device cpu."
         )

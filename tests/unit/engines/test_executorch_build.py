@@ -13,6 +13,7 @@ def test_a_compiler_that_is_not_there_needs_an_operator(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("LC_ALL", "C")
     monkeypatch.setattr(module, "runtime_folder", lambda: tmp_path)
     with pytest.raises(OperatorError, match=r"no-such-compiler.*No such file"):
         module.build(tmp_path / "library.so")
