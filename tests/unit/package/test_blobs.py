@@ -123,7 +123,11 @@ def test_a_download_is_adopted_without_a_copy_and_a_wrong_one_stays(
 
 
 def test_an_unnamed_file_becomes_the_blob_without_a_copy(blobs: BlobFolder) -> None:
-    with os.fdopen(os.open(blobs.incoming(), os.O_TMPFILE | os.O_RDWR, 0o600), "r+b") as file:
+    try:
+        descriptor = os.open(blobs.incoming(), os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as exc:
+        pytest.skip(f"the file system has no unnamed files: {exc}")
+    with os.fdopen(descriptor, "r+b") as file:
         file.write(b"hello")
         file.flush()
         assert blobs.put_unnamed(file) == HELLO
