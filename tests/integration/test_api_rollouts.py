@@ -454,7 +454,7 @@ def test_a_maintenance_window_is_signed_with_the_rollout(api: Api) -> None:
     offer = signed(api, token)
     assert offer is not None and offer.window is not None
     assert (offer.window.cron, offer.window.minutes, offer.window.zone) == tuple(window.values())
-    crons = [{"cron": cron} for cron in ("0 2 * *", "0 25 * * *", "0/15 2 * * *")]
-    for wrong in (*crons, {"zone": "Mars/Olympus"}, {"minutes": 0}):
+    wrongs: list[dict[str, Any]] = [{"cron": cron} for cron in ("0 2 * *", "0 25 * * *", "0/15 2 * * *")]
+    for wrong in (*wrongs, {"zone": "Mars/Olympus"}, {"minutes": 0}):
         answer = api.post("/v1/rollouts", {"release": "tiny", "window": {**window, **wrong}})
         assert answer.status_code == 422, wrong
