@@ -185,18 +185,14 @@ def build_package(
         raise InputError(f"Pass a mask from `permille.sensitivity_mask`, not {type(trained).__name__}.")
     if Path(folder).expanduser().is_file():
         raise InputError(f"{folder} is a file. Name a folder.")
+    scheme = choice_of(Scheme, scheme, "a scheme")
+    embeddings = choice_of(Embeddings, embeddings, "embeddings")
     checkpoint = Checkpoint(model.folder)
     # Read the texts first, because quantizing a large model takes minutes.
     text_NT = None if texts is None else _reference_rows(checkpoint, texts)
     blobs = BlobFolder(Path(folder).expanduser())
     blobs.root.mkdir(parents=True, exist_ok=True)
-    digest = pack_model(
-        blobs,
-        checkpoint,
-        trained,
-        choice_of(Scheme, scheme, "a scheme"),
-        embeddings=choice_of(Embeddings, embeddings, "embeddings"),
-    )
+    digest = pack_model(blobs, checkpoint, trained, scheme, embeddings=embeddings)
     return _with_reference(Package.open(blobs, digest), model, text_NT)
 
 

@@ -192,4 +192,5 @@ def test_mistakes_with_a_package_are_told(package: Package, tmp_path: Path) -> N
     with pytest.raises(InputError, match=r"notes.txt is a file"):
         permille.build_package(permille.load_model(MODEL), mask, tmp_path / "notes.txt")
     with pytest.raises(InputError, match="int3"):
-        permille.build_package(permille.load_model(MODEL), mask, tmp_path, scheme="int3")
+        unread = (pytest.fail("texts were read") for _ in "x")
+        permille.build_package(permille.load_model(MODEL), mask, tmp_path, texts=unread, scheme="int3")
