@@ -76,7 +76,7 @@ def find_offer(offers: Sequence[FederationOffer], name: str) -> FederationOffer:
     """
     digits = name.removeprefix("sha256:")
     found = [each for each in offers if name == each.name or _hex(each).startswith(digits)]
-    if not name or len(found) != 1:
+    if not digits or len(found) != 1:
         if not offers:
             raise InputError("The service offers this device no federations.")
         # Several federations may have one name, so the message also gives the beginning of each digest.

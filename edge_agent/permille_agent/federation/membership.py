@@ -176,7 +176,7 @@ def named(home: Home, name: str) -> Membership:
         InputError: the name fits no federation or several.
     """
     found = [each for each in memberships(home) if _is_named(each, name)]
-    if not name or len(found) != 1:
+    if not name.removeprefix("sha256:") or len(found) != 1:
         raise InputError(
             f"This device has joined {len(found)} federations named {name!r:.60}. Run `permille-agent "
             "federations status` to see them."

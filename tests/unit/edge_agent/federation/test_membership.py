@@ -14,13 +14,15 @@ FIRST, SECOND = make_definition(), make_definition(guard_bits=1)
 
 def test_a_federation_is_found_by_its_name_and_by_its_digest(home: Home) -> None:
     first = join(home, FIRST, federation_id="fed_1", name="readers")
+    for empty in ("", "sha256:"):
+        with pytest.raises(InputError):
+            named(home, empty)
     second = join(home, SECOND, federation_id="fed_2", name="writers")
     assert named(home, "readers") == named(home, FIRST.digest) == named(home, first.path.name[:9]) == first
     assert sorted(memberships(home), key=lambda each: each.choice().name) == [first, second]
     assert second.definition() == SECOND
-    for wrong in ("", "nobody"):
-        with pytest.raises(InputError):
-            named(home, wrong)
+    with pytest.raises(InputError):
+        named(home, "nobody")
 
 
 def _offer(digit: str, name: str) -> FederationOffer:
@@ -46,6 +48,9 @@ def test_an_offer_is_found_by_name_or_digest_and_a_refusal_lists_both() -> None:
     assert find_offer([first, second], second.definition_digest) == second
     with pytest.raises(InputError, match=r"2 offered .* readers \(1{12}\), readers \(2{12}\)\."):
         find_offer([first, second], "readers")
+    for empty in ("", "sha256:"):
+        with pytest.raises(InputError, match="Give one of these names"):
+            find_offer([first], empty)
     with pytest.raises(InputError, match=r"^The service offers this device no federations\.$"):
         find_offer([], "readers")
 
