@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from permille.federation.definition import Definition
     from permille_agent.federation.membership import Membership
 
-_CONTRIBUTION_BYTES = 180  # more than a contribution without its integers has
+_CONTRIBUTION_BYTES = 180  # largest size of a contribution without its integers
 _INTEGER_BYTES = 3  # largest size of an integer
 
 federations = typer.Typer(

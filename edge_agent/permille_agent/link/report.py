@@ -81,7 +81,7 @@ class RunReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """Result of `deliver`: number of delivered reports, and of reports that the service refused."""
+    """Result of `deliver`: number of delivered reports, and of reports of which a part was refused."""
 
     sent: int
     refused: int
