@@ -172,11 +172,19 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         ("--gguf", str(tmp_path / "cut.gguf"), *text): "cut.gguf is truncated",
         (*model, *text, "--work", str(NOTES)): "is a file. Name a folder",
         (*model, "--text", str(NOTES.parent), "--work", str(NOTES.parent / "w")): "lies in your text",
+        # Training skips hidden folders, so the next check refuses.
+        (*model, "--text", str(NOTES.parent), "--work", str(NOTES.parent / ".w"), "--out", str(NOTES)): (
+            "exists already"
+        ),
     }
     for options, message in cases.items():
         done = permille("personalise", *out, *options)
         assert done.returncode == REFUSED, done.stderr
         assert message in " ".join(done.stderr.split())
+    shutil.copytree(NOTES.parent, tmp_path / "mine")
+    data, text_around = ("--data-dir", str(tmp_path / "mine/data")), ("--text", str(tmp_path / "mine"))
+    done = permille(*data, "personalise", *model, *text_around, *out[:2])
+    assert "mine/data/personal lies in your text" in " ".join(done.stderr.split())
     usage = {
         ("--density", "0"): "--density must be 0.000001 to 0.5, got 0.0",
         ("--density", "0.6"): "--density must be 0.000001 to 0.5, got 0.6",

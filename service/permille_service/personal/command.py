@@ -155,7 +155,8 @@ def personalise(
     """
     output = make_output(as_json=as_json)
     model = _model(gguf, folder, ollama)
-    _check(text, out, corpus, work)
+    folder_of_work = work or context.ensure_object(GlobalOptions).folder.resolve() / NAME
+    _check(text, out, corpus, folder_of_work)
     _check_numbers(density, minutes, steps, rate_scale, keep_general)
     scheme = _scheme(model, scheme)
     chosen = [
@@ -174,7 +175,7 @@ def personalise(
         density=density,
         scheme=scheme,
         key=key,
-        work=work or context.ensure_object(GlobalOptions).folder / NAME / key[:16],
+        work=work or folder_of_work / key[:16],
         training=tuple(part for flag, value in chosen if value is not None for part in (flag, str(value))),
     )
     answer = run(request, output.say, quiet=as_json)
@@ -271,7 +272,7 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path | None) -> None:
+def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path) -> None:
     """Check the paths before the long work starts. Raises CommandError, or InputError for the corpus."""
     if missing := [path for path in (*texts, *([corpus] if corpus else [])) if not path.exists()]:
         raise CommandError(f"There is no file or folder {missing[0]}.", Exit.REFUSED)
@@ -296,13 +297,13 @@ def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path | None)
         raise CommandError(f"The folder {out.parent} of --out does not exist. Make it first.", Exit.REFUSED)
     if not os.access(out.parent, os.W_OK):
         raise CommandError(f"The folder {out.parent} is not writable. Name another --out.", Exit.REFUSED)
-    if work is not None and work.exists() and not work.is_dir():
+    if work.exists() and not work.is_dir():
         raise CommandError(f"--work {work} is a file. Name a folder.", Exit.REFUSED)
-    if work is not None and (around := [path for path in texts if work.is_relative_to(path)]):
-        # Training would read the files of the work folder, for example a corpus, as the person's text.
-        raise CommandError(
-            f"--work {work} lies in your text {around[0]}. Name a folder outside.", Exit.REFUSED
-        )
+    # Training would read the files of the work folder, for example a corpus, as the person's text. It skips
+    # hidden folders.
+    for path in (path for path in texts if work.is_relative_to(path)):
+        if not any(part.startswith(".") for part in work.relative_to(path).parts):
+            raise CommandError(f"{work} lies in your text {path}. Name another --work.", Exit.REFUSED)
     if out.exists():
         raise CommandError(f"{out} exists already. Remove it, or name another --out.", Exit.REFUSED)
 
