@@ -213,7 +213,10 @@ def _checksum(fields: Mapping[str, Any]) -> str:
 def _remedy(path: Path) -> str:
     """Return advice for a damaged file."""
     if path.parent.parent.name == "runs":
-        return f"`permille-agent forget --run {path.parent.name}` erases this run"
+        return (
+            f"`permille-agent forget --run {path.parent.name}` erases this run. If it is in use, "
+            "`permille-agent train --from base --seed 1` replaces it"
+        )
     return _REMEDIES.get(path.name, "move it away")
 
 

@@ -23,6 +23,7 @@ from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille.zo.packed_state import decode_state
 from permille.zo.replay import replay
 from permille_agent.federation.adopted import AdoptedRound, keep_adopted
+from permille_agent.link.forget import forget_run
 from permille_agent.link.report import Delivery, collect_reports, share_run
 from permille_agent.state.models import reset
 from permille_agent.training import durable_steps
@@ -269,6 +270,17 @@ def test_a_state_that_was_not_judged_is_replaced_as_the_message_says(writer: Dev
     third = writer.train(**GRADIENT, start=Start.BASE, seed=1)
     assert third.outcome.value == "adopted"
     assert writer.active().run == third.run
+
+
+def test_a_used_run_with_a_damaged_decision_is_replaced_as_the_message_says(writer: Device) -> None:
+    first = writer.train(**GRADIENT)
+    (find_run(writer.home, first.run).path / "decision.json").write_text("{}")
+    with pytest.raises(OperatorError, match="If it is in use, `permille-agent train --from base --seed 1`"):
+        writer.used_values()
+    with pytest.raises(InputError, match="is in use"):
+        forget_run(writer.home, first.run)
+    second = writer.train(**GRADIENT, start=Start.BASE, seed=1)
+    assert (second.outcome.value, writer.active().run) == ("adopted", second.run)
 
 
 class Cliff(BigramEngine):
