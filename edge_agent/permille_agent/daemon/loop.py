@@ -43,7 +43,7 @@ from permille_agent.link.report import collect_reports, deliver
 from permille_agent.link.rollout import note_failure
 from permille_agent.link.verify import verify
 from permille_agent.state.choices import read_consent, read_references
-from permille_agent.state.home import Home, write_record
+from permille_agent.state.home import Home, telling_disk, write_record
 from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.state.models import installed_release
 from permille_agent.training.engines import AUTO
@@ -114,7 +114,8 @@ class Daemon:
             if self._world.monotonic() >= next_poll:
                 next_poll = self._world.monotonic() + self.poll()
             try:
-                trained = self.train_if_wanted()
+                with telling_disk():
+                    trained = self.train_if_wanted()
             except OperatorError as exc:
                 # The disk is full, or a record is damaged. After a few quick restarts, systemd would give up.
                 log.warning("training: %s", exc)
@@ -149,7 +150,8 @@ class Daemon:
     def poll(self) -> float:
         """Report and pull. Errors are logged and kept for `status`. Return the seconds to the next poll."""
         try:
-            self._poll()
+            with telling_disk():
+                self._poll()
         except PermilleError as exc:
             # LockedError means that another command is running, so the next pause need not be longer.
             self._failed_polls += 0 if isinstance(exc, LockedError) else 1
@@ -232,7 +234,7 @@ class Daemon:
         """Exchange rounds during a training. Return whether the training should stop for a round."""
         if self._world.monotonic() >= self._next_exchange:
             try:
-                with open_api(self._home, connection=self._world.connection) as api:
+                with telling_disk(), open_api(self._home, connection=self._world.connection) as api:
                     self._exchange(api)
             except PermilleError as exc:
                 log.warning("rounds: %s: %s", type(exc).__name__, exc)

@@ -1,5 +1,6 @@
 """Tests of the daemon: when it polls, when it trains, what it stores, and how it ends."""
 
+import errno
 import logging
 import random
 import threading
@@ -332,6 +333,19 @@ def test_a_full_disk_does_not_end_the_daemon(
     Daemon(home, stop, outside.world()).run()
     assert waits == [POLL_S]
     assert "no space left" in caplog.text
+
+
+def test_a_round_that_finds_the_disk_full_ends_neither_the_daemon_nor_a_training(
+    home: Home, daemon: Daemon, outside: Outside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> Exchanged:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(loop, "exchange", refuse)
+    daemon.poll()
+    assert "No space left" in read_daemon_state(home).poll_error
+    outside.pass_time(POLL_S)
+    assert not daemon.exchange_meanwhile()
 
 
 def test_a_policy_that_becomes_wrong_stops_training_not_the_daemon_but_none_starts_with_it(
