@@ -97,7 +97,8 @@ class Download:
             except AccessRefusedError:
                 if refused_token:
                     raise
-                # The clock of a token stands still while the device sleeps. So sign in again once.
+                # The clock of a token stands still while the device sleeps. So sign in again, but give up if
+                # the new token is refused, too.
                 refused_token = True
                 self._api.forget_token()
             except RequestRefusedError as exc:
