@@ -333,7 +333,8 @@ class Daemon:
         if isinstance(error, ChildDiedError):
             with suppress(LockedError), hold_lock(self._home, "run"):
                 note_failure(self._home, error, now_s=self._world.now().timestamp(), is_crash=True)
-        if isinstance(error, RetryableError):
+        # After an OperatorError, a person may have freed the disk.
+        if isinstance(error, RetryableError | OperatorError):
             self._put_off(error)
         else:
             self._note(trained=wanted, failures=0, not_before=0.0, training_error=_words(error))

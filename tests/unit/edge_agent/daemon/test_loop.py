@@ -17,7 +17,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.reader import Package
 from permille_agent.daemon import loop
-from permille_agent.daemon.loop import POLL_LIMIT_S, POLL_S, Daemon, World
+from permille_agent.daemon.loop import POLL_LIMIT_S, POLL_S, RETRY_TRAINING_S, Daemon, World
 from permille_agent.daemon.policy import PowerAndLoad
 from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import READY, RoundRequest, TrainingRequest
@@ -346,6 +346,18 @@ def test_a_round_that_finds_the_disk_full_ends_neither_the_daemon_nor_a_training
     assert "No space left" in read_daemon_state(home).poll_error
     outside.pass_time(POLL_S)
     assert not daemon.exchange_meanwhile()
+
+
+def test_a_training_that_the_disk_refused_is_tried_again_later(
+    home: Home, daemon: Daemon, outside: Outside
+) -> None:
+    outside.outcome = OperatorError("no space left on the device")
+    daemon.run_once()
+    assert "no space left" in read_daemon_state(home).training_error
+    outside.outcome = "adopted"
+    outside.pass_time(RETRY_TRAINING_S + 1.0)
+    daemon.run_once()
+    assert read_daemon_state(home).last_outcome == "adopted"
 
 
 def test_a_policy_that_becomes_wrong_stops_training_not_the_daemon_but_none_starts_with_it(
