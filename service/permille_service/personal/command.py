@@ -200,6 +200,7 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
             say("   It is installed already.")
         else:
             _install(request, programs, say, quiet=quiet)
+        _end_enrolment(programs)
         say("2. Training on your text. Ctrl-C stops. The same command continues.")
         is_new = _train(request, programs, quiet=quiet)
         status = programs.agent("status")
@@ -431,8 +432,7 @@ def _has_package(programs: Programs) -> bool:
 def _install(request: Request, programs: Programs, say: Callable[[str], None], *, quiet: bool) -> None:
     """Build and publish the package unless that is done, and let the device pull it.
 
-    A device without a package holds no data, so it is removed and enrols again. At the end, the device leaves
-    the service.
+    A device without a package holds no data, so it is removed and enrols again.
     """
     models, texts = request.work / "models", request.work / "texts"
     from permille.models.gguf.folder import FOLDERS  # imports numpy
@@ -453,8 +453,14 @@ def _install(request: Request, programs: Programs, say: Callable[[str], None], *
         shutil.rmtree(programs.device, ignore_errors=True)
         programs.agent("enroll", url, invitation)
         pulled = programs.agent("pull")
-        programs.agent("unenroll")  # this service ends here, so the device has nobody to report to
         say(f"   package of {pulled['package_bytes'] / 1e6:.1f} MB")
+
+
+def _end_enrolment(programs: Programs) -> None:
+    """End the enrolment of a device that has its package: its service has ended and takes no reports."""
+    # An earlier run may have been killed after the pull, so look at the state of the device.
+    if programs.agent("status")["enrolment"] is not None:
+        programs.agent("unenroll", "--local-only")
 
 
 def _build(request: Request, programs: Programs, *, quiet: bool) -> None:

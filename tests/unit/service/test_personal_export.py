@@ -1,4 +1,4 @@
-"""Tests of the last stages of `permille personalise`, with unwelcome answers of the device."""
+"""Tests of the later stages of `permille personalise`, with unwelcome answers of the device."""
 
 import shlex
 from pathlib import Path
@@ -18,13 +18,18 @@ class Device:
         self, *, code: int = 0, answer: str = "", personal: bool = False, types: tuple[str, ...] = ()
     ) -> None:
         self.code, self.answer, self.personal, self.types = code, answer, personal, types
+        self.enrolment: str | None = "http://127.0.0.1:1"
 
     def show_agent(self, *_: str, quiet: bool = False) -> tuple[int, str]:
         return self.code, self.answer
 
     def agent(self, name: str, *arguments: str) -> Any:
         if name == "status":
-            return {"active": {"personal": self.personal}}
+            return {"active": {"personal": self.personal}, "enrolment": self.enrolment}
+        if name == "unenroll":
+            assert self.enrolment is not None and arguments == ("--local-only",)
+            self.enrolment = None
+            return {}
         if arguments[-1] not in self.types:
             raise CommandError("Only 93.5% of the personal change fits into source", Exit.REFUSED)
         folder = Path(arguments[0])
@@ -65,6 +70,13 @@ def test_a_training_that_loses_to_the_model_in_use_exports_that_one(tmp_path: Pa
     with pytest.raises(CommandError, match="nothing is exported"):
         kept = Device(code=command.KEPT_BASE)
         command._train(request(tmp_path), cast(Programs, kept), quiet=True)
+
+
+def test_an_enrolment_ends_also_if_a_run_was_killed_after_the_pull() -> None:
+    device = Device()
+    for _ in range(2):
+        command._end_enrolment(cast(Programs, device))
+        assert device.enrolment is None
 
 
 def test_the_reason_why_a_text_is_refused_is_told_even_if_nothing_is_printed(tmp_path: Path) -> None:
