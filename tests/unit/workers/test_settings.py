@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from permille.errors import OperatorError
 from permille_service.settings import load
 from permille_workers.runtime.settings import WorkerSettings
+from permille_workers.tasks.compute import torch_device
 from tests.running_service import environment
 
 SHARED = ("database_url", "blob_root", "model_root", "corpus_root", "tenant_root", "work_root")
@@ -40,3 +42,16 @@ def test_worker_that_misses_a_setting_says_so_in_one_line(settings: dict[str, st
     assert done.returncode == 2
     assert done.stderr.startswith(f"permille: {expected}")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("device", ["cuda:first", "cuda:01", "cuda:", "gpu", "cpu:0"])
+def test_a_malformed_device_is_refused_at_the_start(tmp_path: Path, device: str) -> None:
+    with pytest.raises(ValueError, match="device"):
+        WorkerSettings.model_validate({"data_dir": tmp_path, "device": device})
+
+
+def test_a_device_that_the_machine_lacks_is_refused_with_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert (str(torch_device("cpu")), str(torch_device("cuda:0"))) == ("cpu", "cuda:0")
+    with pytest.raises(OperatorError, match=r"PERMILLE_DEVICE is cuda:1, but torch finds 1"):
+        torch_device("cuda:1")

@@ -65,10 +65,13 @@ def needed_bytes(checkpoint: Checkpoint, length: int, item_bytes: int) -> int:
 
 
 def torch_device(name: str) -> torch.device:
-    """Return the device of this name. Raises OperatorError if it needs CUDA and the machine has none."""
-    if name != "cpu" and not torch.cuda.is_available():
-        raise OperatorError(f"PERMILLE_DEVICE is {name}, but this machine has no CUDA. Set it to cpu.")
-    return torch.device(name)
+    """Return the device of this name. Raises OperatorError if the machine lacks it."""
+    device, found = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise OperatorError(
+            f"PERMILLE_DEVICE is {name}, but torch finds {found} CUDA devices. Set it to cpu."
+        )
+    return device
 
 
 def _memory_of(settings: WorkerSettings, device: torch.device) -> int | None:
