@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from permille.choices import StreamedDataset
 from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import ReadReport, file_texts
 from permille.models.loading import FileTokenizer, load_model
 from permille.package.reader import Package, verify_package
 from permille.quantization import dequantize, rounding
 from permille.schemas.fields import EXAMPLE_ULID
-from permille.schemas.inputs import FolderModel
+from permille.schemas.inputs import FolderModel, StreamedCorpus
 from permille.schemas.jobs import JobKind
 from permille.sensitivity.fisher import fisher_scores
 from permille.sensitivity.masks import count
@@ -57,6 +58,27 @@ def test_build_makes_a_package_that_a_stranger_accepts(bench: Bench) -> None:
     assert row.size_bytes == sum(bench.blobs.size(digest) for digest in blobs) == package.size_bytes
     with bench.db.read() as session:
         assert {blob.digest for blob in bench.blobs.entries()} == references(session)
+
+
+def test_a_job_whose_corpus_cannot_be_reached_opens_no_model(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    with bench.db.write() as session:
+        source = StreamedCorpus(kind="streamed", dataset=StreamedDataset.C4)
+        corpus = inputs.add_corpus(session, tenant_id=bench.tenant_id, name="c4", source=source)
+    sparse = {"method": "wanda", "name": "sparse", "sequences": 6, "length": 32, "seed": 5}
+    of = {"model_id": bench.model.id, "corpus_id": corpus.id}
+    for kind, options in ((JobKind.MASK, FISHER), (JobKind.SPARSIFICATION, sparse)):
+        job = bench.finish(kind, {**of, **options})
+        assert job.error is not None and "Cannot reach the host of c4" in str(job.error["message"])
+        assert job.message == "reaching the corpus"
+    with bench.db.read() as session:
+        row = rows.get(session, Model, tenant_id=bench.tenant_id, row_id=bench.model.id)
+    assert row.digest is None, "the jobs have opened the model"
 
 
 def test_a_mask_that_is_split_is_the_one_that_is_not(

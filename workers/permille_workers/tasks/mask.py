@@ -18,7 +18,14 @@ from permille.store.artifacts import TaskResult
 from permille_workers.runtime.context import PartsToAdd, Publish, TaskContext
 from permille_workers.tasks import shard
 from permille_workers.tasks.layers import blob_of_layer, publishes, report_blob
-from permille_workers.tasks.sources import Sampling, SourceModel, open_corpus, open_model, versions
+from permille_workers.tasks.sources import (
+    Sampling,
+    SourceModel,
+    open_corpus,
+    open_model,
+    reach_corpus,
+    versions,
+)
 
 Tensors = Mapping[str, NDArray[np.float32]]
 Request = FisherMaskCreate | WeightMaskCreate
@@ -41,6 +48,10 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
         InputError: the options contradict each other, or the model or corpus is unusable.
         RetryableError: the hub or the data set cannot be reached.
     """
+    # Opening a model may take minutes. Sequences that an earlier attempt drew need no corpus.
+    if isinstance(request, FisherMaskCreate) and shard.drawn_before(context) is None:
+        context.progress(0.0, "reaching the corpus")
+        reach_corpus(context, request.corpus_id)
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)
     if isinstance(request, FisherMaskCreate):

@@ -153,6 +153,20 @@ def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
     )
 
 
+def reach_corpus(context: TaskContext, corpus_id: str) -> None:
+    """Read the first text of a streamed corpus, so that a job without a network fails before long work.
+
+    Raises:
+        NotFoundError: there is no such corpus.
+        RetryableError: the data set cannot be reached.
+    """
+    with context.db.read() as session:
+        row = rows.get(session, Corpus, tenant_id=context.claim.tenant_id, row_id=corpus_id)
+    source = _CORPUS_SOURCE.validate_python(row.source)
+    if isinstance(source, StreamedCorpus):
+        next(streamed_texts(source.dataset, source.split, ReadReport()), None)
+
+
 def versions(*libraries: str) -> dict[str, JSON]:
     """Return the versions of permille, NumPy and the named libraries.
 

@@ -39,6 +39,7 @@ from permille_workers.tasks.sources import (
     model_facts,
     open_corpus,
     open_model,
+    reach_corpus,
     versions,
 )
 
@@ -54,6 +55,8 @@ def run(context: TaskContext, request: SparsificationCreate) -> Publish:
             meantime.
         RetryableError: the hub or the data set cannot be reached.
     """
+    context.progress(0.0, "reaching the corpus")
+    reach_corpus(context, request.corpus_id)  # opening a model may take minutes
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)
     tenant_id = context.claim.tenant_id
