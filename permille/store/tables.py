@@ -672,7 +672,7 @@ class Rollout(Named):
     wave_devices: Mapped[int]  # number of devices of the open wave
     approved: Mapped[int]  # number of waves that may open, if the rules ask for approval
     awaits_approval: Mapped[bool]  # whether only an approval is missing for the next wave
-    opened_at: Mapped[datetime | None]  # the time at which the wave opened
+    opened_at: Mapped[datetime | None]  # the time at which the wave opened; a resume may move it
     looks: Mapped[int]  # how often the reports were tested for harm; see `permille.fleet.rollouts`
     reason: Mapped[str | None]  # why the rollout halted itself
     numbers: Mapped[dict[str, object] | None]  # the figures that made it halt

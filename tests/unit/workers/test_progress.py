@@ -385,7 +385,7 @@ def test_a_worker_that_must_stop_does_not_wait_for_a_database_that_is_away(
     shutdown.ask(0.0)
     slow = (sys.executable, "-c", "import time; time.sleep(600)")
     Supervisor(db=db, settings=settings, shutdown=shutdown, child_command=slow).run(claim)
-    assert time.monotonic() - begun < 8.0
+    assert time.monotonic() - begun < 20.0
 
 
 def test_a_child_that_dies_before_it_gets_its_claim_is_a_crash(
