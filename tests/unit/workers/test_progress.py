@@ -19,9 +19,12 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
+from permille.digests import digest_of
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.package.blobs import BlobFolder
+from permille.schemas.fields import EXAMPLE_ULID
 from permille.schemas.jobs import JobKind
+from permille.schemas.masks import ShardRequest
 from permille.store import access, rows
 from permille.store.artifacts import Blob, TaskResult
 from permille.store.database import Database
@@ -34,7 +37,7 @@ from permille.store.settings import layout
 from permille.store.tables import BlobCollection, Job
 from permille_workers.runtime import child, supervisor
 from permille_workers.runtime.child import record_failure
-from permille_workers.runtime.context import JobCancelledError, Progress
+from permille_workers.runtime.context import JobCancelledError, PartsToAdd, Progress
 from permille_workers.runtime.handover import decode_handover, encode_handover
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown, Supervisor
@@ -295,6 +298,34 @@ def test_a_result_is_published_when_bucket_and_database_answer_again(
 
     child.publish_result(db, claim, publish)
     assert (tried, read(db, claim).result_id) == ([0, 1, 2], "mask_1")
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_commit_whose_answer_was_lost_is_not_made_twice(
+    db: Database, claim: Claim, monkeypatch: pytest.MonkeyPatch, is_split: bool
+) -> None:
+    publish = child._publish
+
+    def cut_off(*given: Any) -> None:
+        publish(*given)
+        raise AWAY
+
+    monkeypatch.setattr(child, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(child, "_publish", cut_off)
+    part = ShardRequest(
+        model_id=f"model_{EXAMPLE_ULID}",
+        scope="all",
+        plan=digest_of(b""),
+        first=0,
+        stop=1,
+        dtype="float32",
+    )
+    made = PartsToAdd([(JobKind.SHARD, part)]) if is_split else lambda _: "mask_1"
+    with pytest.raises(StaleClaimError):
+        child.publish_result(db, claim, made)
+    with db.read() as session:
+        parts = list(queue.parts_of(session, read(db, claim)))
+    assert (len(parts), read(db, claim).result_id) == ((1, None) if is_split else (0, "mask_1"))
 
 
 def turn(db: Database) -> datetime | None:
