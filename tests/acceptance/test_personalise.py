@@ -133,7 +133,7 @@ def test_another_text_begins_from_the_base_model(whole: tuple[Path, dict[str, An
         assert database.execute("DELETE FROM idempotent_answers").rowcount
     text = "\n".join(" ".join(reversed(line.split())) for line in NOTES.read_text().splitlines())
     (tmp_path / "other.txt").write_text(text)
-    options = [*_options(tmp_path, "other"), "--keep-general", "0"]  # so that one step costs too much
+    options = _options(tmp_path, "other")
     options[options.index(str(NOTES))] = str(tmp_path / "other.txt")
     options[options.index("40")] = "1"
     # Nothing of so long a step is kept, whatever the text says.
