@@ -1,8 +1,8 @@
 """The kinds of jobs that a request can start, in one table.
 
 From this table, the service makes routes, the command line makes commands, and store and workers
-parse the payload of a job. The request is also the payload of the job, unchanged. So a new option only
-needs a new field in a request.
+parse the payload of a job. The request is also the payload of the job, unchanged. So a new option of the
+API and of the command line only needs a new field in a request.
 """
 
 from collections.abc import Mapping
