@@ -151,7 +151,8 @@ def personalise(
       permille personalise --ollama smollm2:135m --text ~/notes --out mine.gguf --minutes 20
 
     Your text never leaves the machine, and you need no account. If the command is stopped or killed, run it
-    again: it continues from there. The model is written only if it is surely better on your text.
+    again: it keeps a finished package and the finished training steps. The model is written only if it is
+    surely better on your text.
     """
     output = make_output(as_json=as_json)
     model = _model(gguf, folder, ollama)
