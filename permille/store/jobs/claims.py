@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
-from sqlalchemy import BigInteger, Select, func, literal, or_, select, type_coerce, update
-from sqlalchemy.orm import Session
+from sqlalchemy import BigInteger, Select, exists, func, literal, or_, select, type_coerce, update
+from sqlalchemy.orm import Session, aliased
 
-from permille.schemas.jobs import EventKind, JobState
+from permille.schemas.jobs import UNFINISHED, EventKind, JobState
 from permille.store.database import Database, now
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import parents, transitions
@@ -36,6 +36,8 @@ _SENT_AT_ONCE = 100
 # `device_id` is in ORDER BY only so that PostgreSQL uses the index. It does not change the order, because
 # each caller selects the jobs of one device, the jobs without a device, or a single job.
 _QUEUED = select(Job).where(transitions.IS_QUEUED).order_by(Job.device_id, Job.available_at, Job.id)
+_part = aliased(Job)
+_HAS_UNENDED_PART = exists().where(_part.parent_id == Job.id, _part.state.in_(UNFINISHED))
 _HELD = select(Job.tenant_id, Job.device_id).where(transitions.IS_RUNNING, Job.worker.is_not(None))
 _DUE_AT = (
     select(func.min(Job.available_at))
@@ -321,21 +323,23 @@ def release(session: Session, held: Claim) -> None:
     job.available_at = now(session)
     job.dispatched_at = None
     transitions.transition(session, job, JobState.QUEUED, message="worker is shutting down")
+    parents.show_parent(session, job)
 
 
 def sweep(db: Database) -> SweepReport:
-    """Queue or end the jobs whose lease has expired, and advance the jobs that wait for parts.
+    """Queue or end the jobs whose lease has expired, and advance the jobs all of whose parts have ended.
 
-    Each job is handled in a short transaction of its own.
+    Each job is handled in a short transaction of its own. A job that waits for a running part costs none.
     """
     with db.read() as session:
         at = now(session)
         leased = select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_not(None))
         expired = session.scalars(leased.where(Job.lease_expires_at < at)).all()
-        waiting = session.scalars(select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_(None))).all()
+        waiting = select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_(None))
+        due = session.scalars(waiting.where(~_HAS_UNENDED_PART)).all()
     # One transaction per job: a long transaction would block other writers (SQLite).
     states = [state for job_id in expired if (state := _sweep_one(db, job_id)) is not None]
-    for job_id in waiting:
+    for job_id in due:
         with db.write() as session:
             job = transitions.lock(session, job_id)
             if job is not None:
@@ -418,6 +422,7 @@ def _after_lost_attempt(session: Session, job: Job, error: Mapping[str, object])
     job.available_at = now(session) + timedelta(seconds=backoff_s(job.attempt))
     job.dispatched_at = None
     transitions.transition(session, job, JobState.QUEUED, error=job.error, attempt=job.attempt)
+    parents.show_parent(session, job)
     return JobState.QUEUED
 
 

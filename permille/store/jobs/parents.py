@@ -1,7 +1,7 @@
 """Jobs that consist of other jobs: builds, and jobs that a worker has split into parts.
 
 A job that waits for its parts is `running`, but no worker holds it. The transaction that ends a part
-also advances the waiting job. Every sweep advances all waiting jobs again.
+also advances the waiting job. A sweep advances again the waiting jobs all of whose parts have ended.
 
 A build waits from the start. Its mask job and its quantization job run side by side, unless earlier
 results are reused. A build with an adapter has no mask job. The package job runs last. Any other waiting
@@ -102,24 +102,29 @@ def advance_parent(session: Session, job: Job) -> None:
 
 
 def show_progress(session: Session, job: Job) -> None:
-    """Compute the progress of a locked job from its parts. Then do the same for its own parent."""
+    """Compute the progress of a locked job from its parts. Then do the same for its own parent.
+
+    If neither the progress nor the message changes, nothing is written.
+    """
     parts = transitions.children(session, job.id)
     running = [part for part in parts if part.state == JobState.RUNNING]
     if job.kind == JobKind.BUILD:
         # A build with an adapter has no mask, so its other parts make up the whole.
         whole = 1.0 if job.payload.get("mask") else 1.0 - _WEIGHTS[JobKind.MASK]
         fraction = sum(_WEIGHTS[JobKind(part.kind)] * part.progress for part in parts) / whole
-        job.message = "; ".join(f"{part.kind}: {part.message or 'running'}" for part in running) or None
+        message = "; ".join(f"{part.kind}: {part.message or 'running'}" for part in running) or None
     else:
         fraction = _SPLIT_AT + _SPLIT_SHARE * sum(part.progress for part in parts) / len(parts)
         ended = sum(transitions.has_ended(part) for part in parts)
-        job.message = f"parts: {ended} of {len(parts)} done, {len(running)} running"
-    job.updated_at = now(session)
+        message = f"parts: {ended} of {len(parts)} done, {len(running)} running"
+    fraction = min(fraction, 1.0)
+    if (fraction, message) == (job.progress, job.message):
+        return
     # Each event is a row, so add one only when another whole percent is reached.
     moved = int(100 * fraction) != int(100 * job.progress)
-    job.progress = min(fraction, 1.0)
+    job.progress, job.message, job.updated_at = fraction, message, now(session)
     if moved:
-        told = {"progress": job.progress, "message": job.message}
+        told = {"progress": fraction, "message": message}
         transitions.tell(session, job, EventKind.PROGRESS, told)
         show_parent(session, job)
 

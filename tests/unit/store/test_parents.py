@@ -1,8 +1,13 @@
 """Tests of jobs with parts: a parent advances, fails and is cancelled with its parts. It needs no worker."""
 
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from sqlalchemy import Engine, event, update
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
@@ -241,6 +246,65 @@ def test_retry_of_a_build_repeats_only_what_failed(db: Database, tenant_id: str)
     run(db, build, "quantization")
     run(db, build, "package")
     assert read(db, build).state == "succeeded"
+
+
+def test_a_lost_attempt_of_a_part_leaves_the_message_of_the_build(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    with db.write() as session:
+        new = NewJob(tenant_id=tenant_id, kind="build", payload=PAYLOAD, max_attempts=2)
+        build = queue.submit(session, new)
+    claim = take(db, parts(db, build)["mask"].id)
+    assert claim is not None
+    with db.write() as session:
+        claims.report_progress(session, claim, fraction=0.5, message="fisher 1/2")
+    clock.forward(31)
+    assert claims.sweep(db).requeued == 1
+    assert read(db, build).message is None
+
+
+@contextmanager
+def counted_writes() -> Iterator[Counter[str]]:
+    """Count the locks and changes of the block: write transactions of SQLite, and rows that are changed."""
+    found: Counter[str] = Counter()
+
+    def count(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        found.update(re.findall(r"BEGIN IMMEDIATE|^UPDATE|^INSERT|^DELETE|FOR NO KEY UPDATE", statement))
+
+    event.listen(Engine, "before_cursor_execute", count)
+    try:
+        yield found
+    finally:
+        event.remove(Engine, "before_cursor_execute", count)
+
+
+def test_a_sweep_writes_nothing_for_builds_that_wait(db: Database, tenant_id: str, clock: Clock) -> None:
+    builds = [submit_build(db, tenant_id) for _ in range(3)]
+    split_mask(db, builds[0])
+    run(db, builds[1], "mask")
+    stopped = take(db, parts(db, builds[2])["mask"].id)
+    assert stopped is not None
+    with db.write() as session:
+        queue.request_cancel(session, tenant_id=tenant_id, job_id=builds[2].id)
+    before = [read(db, build) for build in builds]
+    clock.forward(5)
+    with counted_writes() as writes:
+        claims.sweep(db)
+    assert not writes
+    assert [read(db, build).updated_at for build in builds] == [build.updated_at for build in before]
+
+
+def test_a_sweep_advances_a_build_whose_parts_have_ended(db: Database, tenant_id: str) -> None:
+    build = submit_build(db, tenant_id)
+    with db.write() as session:
+        for part in parts(db, build).values():
+            # Another program wrote these rows, so nothing has advanced the build.
+            ended = {"state": "succeeded", "result_id": IDS[part.kind]}
+            session.execute(update(Job).where(Job.id == part.id).values(ended))
+    with counted_writes() as writes:
+        claims.sweep(db)
+    assert writes
+    assert set(parts(db, build)) == {"mask", "quantization", "package"}
 
 
 def split_mask(db: Database, build: Job) -> tuple[Claim, list[Job]]:
