@@ -112,7 +112,9 @@ class Daemon:
         next_poll = self._world.monotonic()
         while not self._stop.is_set():
             if self._world.monotonic() >= next_poll:
-                next_poll = self._world.monotonic() + self.poll()
+                # A poll can take longer than the pause after it, so the pause begins at its end.
+                pause_s = self.poll()
+                next_poll = self._world.monotonic() + pause_s
             try:
                 with telling_disk():
                     trained = self.train_if_wanted()
@@ -218,8 +220,6 @@ class Daemon:
 
     def _exchange(self, api: DeviceApi) -> None:
         """Fetch news of the rounds, send finished contributions, and ask for invitations."""
-        # Set the time before the attempt, so that a failed exchange is not repeated at once.
-        self._next_exchange = self._world.monotonic() + POLL_S
         try:
             with hold_lock(self._home, "federations", of=self._home.rounds_lock):
                 has_text = bool(read_references(self._home))
@@ -227,6 +227,9 @@ class Daemon:
         except LockedError as exc:
             log.info("rounds wait: %s", exc)
             return
+        finally:
+            # Also after a failed exchange, so that it is not repeated at once.
+            self._next_exchange = self._world.monotonic() + POLL_S
         if done.sent or done.invited:
             log.info("rounds: %d contributions sent, %d invitations", done.sent, done.invited)
 

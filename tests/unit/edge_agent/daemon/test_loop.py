@@ -282,6 +282,25 @@ def test_polls_are_spread_and_failed_ones_come_less_and_less_often(
     assert read_daemon_state(home).poll_error == ""
 
 
+def test_the_pause_begins_when_a_poll_ends(
+    home: Home, enrolment: Enrolment, outside: Outside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, begun_s, slow_s = threading.Event(), list[float](), 3 * POLL_S
+    daemon = Daemon(home, stop, outside.world())
+
+    def poll() -> float:
+        begun_s.append(outside.seconds)
+        outside.pass_time(slow_s)
+        if len(begun_s) == 3:
+            stop.set()
+        return POLL_S
+
+    monkeypatch.setattr(daemon, "poll", poll)
+    monkeypatch.setattr(stop, "wait", outside.pass_time)
+    daemon.run()
+    assert begun_s == [0.0, slow_s + POLL_S, 2 * (slow_s + POLL_S)]
+
+
 def test_a_pause_that_the_service_asks_for_is_kept(daemon: Daemon, service: DeviceService) -> None:
     service.faults = [Fault(path="/v1/", status=503, headers={"retry-after": "5000"}, times=10_000)]
     assert 5000.0 <= daemon.poll() <= 1.25 * 5000.0
@@ -467,6 +486,20 @@ def test_rounds_are_exchanged_while_a_training_runs_and_holds_the_lock(
     outside.training_s = 2 * POLL_S + 100.0
     taking_part.run_once()
     assert rounds.exchanged_s == [0.0, POLL_S, 2 * POLL_S, outside.training_s]
+
+
+def test_a_slow_exchange_that_fails_is_not_repeated_at_once(
+    taking_part: Daemon, outside: Outside, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Exchanged:
+        rounds.exchanged_s.append(outside.seconds)
+        outside.pass_time(3 * POLL_S)
+        raise RetryableError("the service does not answer")
+
+    monkeypatch.setattr(loop, "exchange", fail)
+    for _ in range(3):
+        taking_part.exchange_meanwhile()
+    assert rounds.exchanged_s == [0.0]
 
 
 def test_a_part_of_a_round_goes_before_a_personal_run_which_goes_on_later(
