@@ -117,6 +117,21 @@ def test_a_device_installs_no_server_library() -> None:
     assert not any(requirement.startswith("permille[") for requirement in device)
 
 
+def test_messages_and_pages_advise_only_extras_that_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    places = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    for room in ROOMS:
+        places += (ROOT / room).rglob("*.py")
+    advised = {
+        (path.name, extra)
+        for path in places
+        for names in re.findall(r"permille\[([a-z0-9, -]+)\]", path.read_text())
+        for extra in names.split(",")
+    }
+    assert advised
+    assert {(name, extra) for name, extra in advised if extra.strip() not in extras} == set()
+
+
 def test_there_is_one_version_number() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["dynamic"] == ["version"]

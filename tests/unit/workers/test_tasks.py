@@ -283,7 +283,7 @@ def test_what_auto_round_cannot_do_is_refused(bench: Bench, monkeypatch: pytest.
     too_much = options | {"calibration_sequences": 4000, "calibration_length": 4000}
     assert "sequences of 128 tokens" in failed(bench, "quantization", request | {"options": too_much})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "permille[workers" in failed(bench, "quantization", request)
+    assert "permille[workers]" in failed(bench, "quantization", request)
 
 
 def failed(bench: Bench, kind: str, payload: dict[str, Any]) -> str:

@@ -232,7 +232,7 @@ def calibrated_codes(context: TaskContext, checkpoint: Checkpoint, options: Auto
     """
     if importlib.util.find_spec("auto_round") is None:
         raise OperatorError(
-            'auto-round is not installed on this worker. Run: pip install "permille[workers,evaluate]"'
+            'auto-round is not installed on this worker. Run: pip install "permille[workers]"'
         )
     from permille.models.loading import FileTokenizer, load_model
     from permille.quantization.rounding import rounded_int4
