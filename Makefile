@@ -179,7 +179,7 @@ bench-decision: $(VENV)/.installed  ## Simulate how often a useless model is ado
 bench-page: $(VENV)/.native  ## Measure the pages with 10,000 devices and 100,000 runs (DATABASE=postgresql for PostgreSQL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.page_times --database $(DATABASE)
 
-bench-queue: $(VENV)/.installed  ## Measure a claim among 10,000 queued and 1,000,000 ended jobs, in both databases (minutes)
+bench-queue: $(VENV)/.installed  ## Measure a claim among 1,010,000 jobs, and a sweep over 5,000 waiting builds (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.service.queue_times
 
 bench-service: $(VENV)/.native  ## Measure downloads, beside nginx, and polls of 10,000 devices (minutes)
