@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-llama-cpp test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-exports bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-exports bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
 
 help:  ## List the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -76,7 +76,7 @@ sbom: $(VENV)/.installed  ## Write lists of all components (CycloneDX) to build/
 	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom/environment.cdx.json $(BIN)/python
 	@ls build/sbom
 
-test-slow: $(VENV)/.native system-packages  ## Run the long versions of the kill, chaos and fuzz tests
+test-slow: $(VENV)/.native system-packages smollm2  ## Run the long versions of the kill, chaos and fuzz tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 # Without the exporter's other dependencies, because the part that we use needs only these.
@@ -99,10 +99,6 @@ attack: $(VENV)/.native system-packages  ## Run every attack of docs/explanation
 test-neon: $(VENV)/.native  ## Run the kernels' tests for Arm in an emulator (needs Debian; see the script)
 	@bash scripts/neon-packages.sh
 	PERMILLE_TEST_NEON=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/native -k neon
-
-test-llama-cpp: $(VENV)/.native  ## Run exported GGUF files in llama.cpp (builds it in 15 minutes; needs cmake and a C++ compiler)
-	@$(BIN)/python -c 'import llama_cpp' 2>/dev/null || CMAKE_ARGS=-DLLAVA_BUILD=OFF $(PIP) install --constraint constraints.txt llama-cpp-python
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m llama_cpp
 
 test-sanitized: $(VENV)/.native  ## Run the kernels' tests with AddressSanitizer and UBSan (needs gcc)
 	bash scripts/test-sanitized.sh
@@ -233,7 +229,7 @@ federation-long: $(VENV)/.native  ## Run 20 rounds of 1,000 devices (an hour or 
 rollout: $(VENV)/.native  ## Roll out one good and four bad versions to 1,000 devices, killing the service's processes (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rollouts.run --devices 1000 --kills 4
 
-bench-exports: $(VENV)/.native  ## Measure what llama.cpp keeps of a person's gain (needs PERMILLE_DATA, PERMILLE_MODELS; first `make test-llama-cpp`)
+bench-exports: $(VENV)/.native  ## Measure what llama.cpp keeps of a person's gain (an hour; needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.exports
 
 evidence: $(VENV)/.native  ## Repeat the papers' comparisons (hours, resumable; needs PERMILLE_DATA, PERMILLE_MODELS)

@@ -43,12 +43,11 @@ def test_a_cell_becomes_rows_of_the_table(tmp_path: Path) -> None:
     assert page["ours"] == "tiny, int4: 5.1000 and 4.4000"
 
 
-@pytest.mark.llama_cpp
 def test_all_types_of_a_package_are_measured(tmp_path: Path) -> None:
     package = exported_package(tmp_path / "blobs", "llama", Scheme.INT4, changes={"intermediate_size": 96})
     values_K = variants(package, 2, scale=0.2)[1]
     rng = np.random.default_rng(0)
-    rows = [row(rng.integers(3, 320, 40).tolist(), [False] + [True] * 39) for _ in range(2)]
+    rows = [row(rng.integers(3, 320, 20).tolist(), [False] + [True] * 19) for _ in range(2)]
     found = measure(Personal(package=package, values_K=values_K, rows=rows), tmp_path)
     assert list(found["kinds"]) == ["f32", "f16", "q8_0", "q4_0"]
     assert found["kinds"]["f32"]["divergence"] < 1e-10 < found["kinds"]["q4_0"]["divergence"]

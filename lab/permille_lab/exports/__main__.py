@@ -1,6 +1,6 @@
 """Measure the share of a person's gain that remains in llama.cpp, by type of file: `make bench-exports`.
 
-    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.exports      (needs llama-cpp-python)
+    PERMILLE_MODELS=DIR PERMILLE_DATA=DIR python -m permille_lab.exports
 
 A package of each scheme is trained as the agent trains, on one speaker of Shakespeare's plays. The base and
 the personal model are exported in every type. llama.cpp then computes rows of the select split.
@@ -79,7 +79,7 @@ def measure(personal: Personal, folder: Path) -> Result:
             path = folder / f"{kind}-{name}"
             exported = export_gguf(package, values_K, path, kind=kind)
             with LlamaCpp(path / GGUF_FILE, context=context) as peer:
-                theirs[name] = [log_probs(peer.logits(row.ids_T)) for row in rows]
+                theirs[name] = [peer.log_probs(row.ids_T) for row in rows]
                 if name == "personal":
                     found = [peer.greedy(prompt, _TOKENS) for prompt in prompts]
                     same = sum(own == other for own, other in zip(written, found, strict=True))

@@ -19,7 +19,7 @@ The other figures are:
 
     memory     the memory of a training above the package, for own and lora
     tasks      accuracy of multiple choice without examples, for the base and a trained state
-    decode     tokens per second, and those of llama.cpp on the GGUF file, if llama-cpp-python is installed
+    decode     tokens per second, and those of llama.cpp on the GGUF file
     shapes     a step of one row in the shapes of larger models
     learn      training on the user's, the assistant's or all turns of PersonaChat's dialogues
     frontier   sparse values and adapters, by gradient and by zeroth order, at three strengths
@@ -27,7 +27,6 @@ The other figures are:
 A stopped run continues with the first unfinished cell.
 """
 
-import importlib.util
 import statistics
 import tempfile
 import time
@@ -210,9 +209,10 @@ class Bench:
     def decode(self, gguf: Path, threads: int) -> Result:
         """Return the tokens per second of the package and of llama.cpp, as medians of interleaved rounds."""
         engine = open_engine(self.package, LIGHT, threads=threads)
-        contenders = {"permille": partial(token_seconds, engine, self.package, time.perf_counter)}
-        if importlib.util.find_spec("llama_cpp"):
-            contenders["llama.cpp"] = partial(llama_cpp_seconds, gguf, self.package, threads)
+        contenders = {
+            "permille": partial(token_seconds, engine, self.package, time.perf_counter),
+            "llama.cpp": partial(llama_cpp_seconds, gguf, self.package, threads),
+        }
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
         for _ in range(_DECODE_ROUNDS):
             for name, contender in contenders.items():

@@ -1,8 +1,8 @@
 """Tests that llama.cpp gives the engine's answers in a chat. It renders the file's own template.
 
 The files are float32, so they hold every number exactly. In q8_0, most answers of a real model differ in
-their words. `make test-llama-cpp` runs these tests. The real model is SmolLM2-135M-Instruct. Its GGUF file is
-named by PERMILLE_SMOLLM2, or lies in `build/smollm2`.
+their words. The real model is SmolLM2-135M-Instruct. Its GGUF file is named by PERMILLE_SMOLLM2, or lies in
+`build/smollm2`.
 """
 
 import shutil
@@ -27,8 +27,6 @@ from permille_agent.embed import package_tokenizer
 from permille_lab.exports.llama_cpp import LlamaCpp
 from tests.packages import CHATML
 from tests.real_model import smollm2_file
-
-pytestmark = pytest.mark.llama_cpp
 
 ROOT = Path(__file__).resolve().parents[3]
 QUESTIONS = (
@@ -87,6 +85,7 @@ def test_the_example_answers_alike(tmp_path: Path) -> None:
     assert all(own)
 
 
+@pytest.mark.slow
 def test_a_real_model_answers_alike_and_knows_the_capital_of_france(tmp_path: Path) -> None:
     file, model = smollm2_file(), tmp_path / "model"
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
