@@ -17,7 +17,15 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from permille.bounded_server import BoundedServer, Places
 from permille.digests import digest_of
 from permille.errors import PackageError
-from permille.federation.masked import MAX_REQUEST_BYTES, Opening, decode_opening, encode_answer, vector_size
+from permille.federation.masked import (
+    MAX_REQUEST_BYTES,
+    Opening,
+    UnopenedSealsError,
+    decode_opening,
+    encode_answer,
+    encode_refusal,
+    vector_size,
+)
 from permille.federation.private_rounds import draw_round_noise
 from permille.privacy.masks import mask_of, open_seed, seal_context
 from permille_keeper.memory import Memory, SecondSetError
@@ -87,15 +95,18 @@ class _Handler(BaseHTTPRequestHandler):
         except SecondSetError as exc:
             self.server.memory.note_second_set(digest_of(data), str(exc))
             return self._refuse(HTTPStatus.CONFLICT, str(exc))
+        except UnopenedSealsError as exc:
+            body = encode_refusal(data, exc.device_keys)
+            return self._refuse(HTTPStatus.FAILED_DEPENDENCY, str(exc), body)
         except PackageError as exc:
             return self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, str(exc))
         return self._send(HTTPStatus.OK, found)
 
-    def _refuse(self, status: HTTPStatus, reason: str) -> None:
+    def _refuse(self, status: HTTPStatus, reason: str, body: bytes | None = None) -> None:
         _log.warning("refused with %d: %s", status, reason)
         if status is not HTTPStatus.CONFLICT:
             self.server.memory.note_refusal(reason)
-        self._send(status, reason.encode())
+        self._send(status, reason.encode() if body is None else body)
 
     def _send(self, status: HTTPStatus, body: bytes) -> None:
         self.send_response(status)
@@ -119,6 +130,7 @@ def answer(data: bytes, key: X25519PrivateKey, memory: Memory) -> bytes:
 
     Raises:
         PackageError: the question is malformed or forged, has too few devices, or names another keeper.
+        UnopenedSealsError: seals of devices do not open. None of the set then counts as opened.
         SecondSetError: the seal of a device was opened for another set of devices in this round.
     """
     opening = decode_opening(data)
@@ -134,9 +146,16 @@ def answer(data: bytes, key: X25519PrivateKey, memory: Memory) -> bytes:
 
 def _sum(opening: Opening, key: X25519PrivateKey) -> bytes:
     total_V = np.zeros(vector_size(opening.definition), dtype=np.uint32)
-    digest = opening.definition.digest
+    digest, unopened = opening.definition.digest, []
     for device_key, seal, _ in opening.entries:
-        seed = open_seed(seal, key, seal_context(digest, opening.round_number, device_key))
-        total_V += mask_of(seed, len(total_V))
+        try:
+            seed = open_seed(seal, key, seal_context(digest, opening.round_number, device_key))
+        except PackageError:
+            unopened.append(device_key)
+        else:
+            total_V += mask_of(seed, len(total_V))
+    # Name all of them at once, so that the service asks only once more.
+    if unopened:
+        raise UnopenedSealsError(unopened)
     noise_V = draw_round_noise(opening.definition)
     return encode_answer(opening, total_V - noise_V.astype(np.uint32))

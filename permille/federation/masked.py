@@ -44,8 +44,26 @@ _ASKED = struct.Struct("<8sII")
 _ENTRY = struct.Struct(f"<32s{SEAL_BYTES}s{SIGNATURE_BYTES}s")
 _ASKED_MAGIC = b"PMLOPN1\n"
 _ANSWER_MAGIC = b"PMLSUM1\n"
+_REFUSAL_MAGIC = b"PMLNOS1\n"
 _ANSWER_HEAD_BYTES = len(_ANSWER_MAGIC) + 32
+_KEY_BYTES = 32
 MAX_REQUEST_BYTES: Final = _ASKED.size + MAX_BYTES + MAX_DEVICES * _ENTRY.size
+
+
+class UnopenedSealsError(PackageError):
+    """The keeper cannot open the seals of some devices, so it sums nothing.
+
+    Attributes:
+        device_keys: the public keys of these devices, rising. The devices signed these seals.
+    """
+
+    def __init__(self, device_keys: Sequence[bytes]) -> None:
+        super().__init__(
+            "round-seal",
+            f"The keeper cannot open the seals of {len(device_keys)} devices. The first one has the key "
+            f"{device_keys[0].hex()}.",
+        )
+        self.device_keys = tuple(device_keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,8 +104,13 @@ class Opening:
 
     @property
     def answer_bytes(self) -> int:
-        """The length of the answer."""
+        """The length of the answer with a sum."""
         return _ANSWER_HEAD_BYTES + 4 * vector_size(self.definition)
+
+    @property
+    def refusal_bytes(self) -> int:
+        """The length of the longest answer that names devices."""
+        return _ANSWER_HEAD_BYTES + _KEY_BYTES * len(self.entries)
 
     def to_bytes(self) -> bytes:
         """Return the canonical bytes. Their digest identifies the set of devices."""
@@ -258,3 +281,22 @@ def decode_answer(data: bytes, opening: Opening) -> NDArray[np.uint32]:
             "round-content", f"This is not the keeper's answer to the request for {count} integers."
         )
     return np.frombuffer(data, dtype="<u4", offset=len(head))
+
+
+def encode_refusal(question: bytes, device_keys: Sequence[bytes]) -> bytes:
+    """Return the keeper's answer if seals do not open: the request's digest and the devices' keys."""
+    return _REFUSAL_MAGIC + digest_bytes(digest_of(question)) + b"".join(device_keys)
+
+
+def decode_refusal(data: bytes, opening: Opening) -> tuple[bytes, ...]:
+    """Return the public keys of the devices whose seals the keeper cannot open.
+
+    Raises:
+        PackageError: `round-content` if this does not name some of the devices of the request.
+    """
+    head = _REFUSAL_MAGIC + digest_bytes(digest_of(opening.to_bytes()))
+    keys = tuple(data[at : at + _KEY_BYTES] for at in range(len(head), len(data), _KEY_BYTES))
+    rising = all(left < right for left, right in pairwise(keys))
+    if not data.startswith(head) or not keys or not rising or not {*keys} <= {e[0] for e in opening.entries}:
+        raise PackageError("round-content", f"This refusal names none of {len(opening.entries)} devices.")
+    return keys

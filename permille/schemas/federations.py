@@ -311,9 +311,15 @@ class RoundRecord(Closed):
     deadline_at: Timestamp
     closed_at: Timestamp | None
     invited: Count
-    received: Count = Field(description="accepted contributions, without those of devices that left")
+    received: Count = Field(
+        description="accepted contributions, without those of devices that left or were dropped"
+    )
     counted: Count | None = Field(description="number of devices in the published round")
     refused: dict[str, Count] = Field(description="number of refused contributions, by error code")
+    dropped: dict[Id, str] = Field(
+        description="devices whose accepted contributions were left out, with the error codes; `round-seal`: "
+        "the keeper could not open the device's seal"
+    )
     reason: str | None = Field(description="reason of a void round")
     job_id: Id | None = Field(description="job that closes the round")
     mean_gain: float | None

@@ -578,6 +578,7 @@ class Round(_OfTenant, Base):
     closed_at: Mapped[datetime | None]
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
     refused: Mapped[dict[str, object]]  # numbers of refused contributions, by error code
+    dropped: Mapped[dict[str, object]]  # error codes of contributions that the job left out, by device
     # The following columns are set when the round ends. The first three are numbers of devices: invited, with
     # an accepted contribution, and with a contribution in the sum.
     invited: Mapped[int | None]

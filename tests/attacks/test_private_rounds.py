@@ -14,7 +14,9 @@ from permille.federation.masked import (
     decode_answer,
     decode_masked,
     decode_opening,
+    decode_refusal,
     encode_masked,
+    encode_refusal,
     opening_of,
 )
 from permille.federation.private_rounds import vector_of
@@ -78,6 +80,10 @@ def context(rules: Definition = RULES, number: int = 0, device: int = 0) -> byte
     return seal_context(rules.digest, number, device_key(device).public_key().public_bytes_raw())
 
 
+def refused(keys: bytes, question: bytes = ASKED) -> Callable[[], object]:
+    return lambda: decode_refusal(encode_refusal(question, [keys]), opening_of(RULES, 0, MASKED))
+
+
 NAMED: list[tuple[str, str, Callable[[], object]]] = [
     ("round-definition", "privacy_that_is_text", privacy(mode="keeper", keeper="here")),
     ("round-definition", "a_mode_that_nobody_knows", privacy(mode="none")),
@@ -126,6 +132,11 @@ NAMED: list[tuple[str, str, Callable[[], object]]] = [
         "an_answer_to_another_question",
         lambda: decode_answer(ANSWER, opening_of(RULES, 0, MASKED)),
     ),
+    ("round-content", "a_refusal_that_names_nobody", refused(b"")),
+    ("round-content", "a_refusal_of_a_stranger", refused(bytes(32))),
+    ("round-content", "a_refusal_with_half_a_key", refused(ASKED[HEAD : HEAD + 16])),
+    ("round-content", "a_refusal_of_a_device_twice", refused(2 * ASKED[HEAD : HEAD + 32])),
+    ("round-content", "a_refusal_of_another_question", refused(ASKED[HEAD : HEAD + 32], ASKED[1:])),
 ]
 ATTACKS = [(code, attack) for code, _, attack in NAMED]
 

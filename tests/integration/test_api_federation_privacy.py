@@ -1,18 +1,20 @@
 """Federations with privacy over the API: epsilon, noise, charges, keepers."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from sqlalchemy import select, update
 
 from permille.federation.contribution import decode_contribution
 from permille.federation.masked import encode_masked
 from permille.federation.private_rounds import vector_of
 from permille.federation.rounds import decode_segment
+from permille.privacy.masks import SEAL_BYTES, seal_context, seal_seed
 from permille.store import tables
 from permille.store.federations import rounds
 from permille_keeper.main import init, public_text
@@ -212,18 +214,145 @@ def kept_site(api: Api, home: Path, port: int, monkeypatch: pytest.MonkeyPatch) 
     return site
 
 
-def send_masked(site: Site) -> None:
-    """Send the masked contributions of all members to the open round."""
-    for member in site.members:
+def masked_by(site: Site, member: Member, invitation: dict[str, Any], plain: bytes) -> bytes:
+    """Return a member's contribution under a mask, signed."""
+    vector_V = vector_of(decode_contribution(plain, site.definition, member.device.key.public_key()))
+    place = (invitation["round"], invitation["start_digest"])
+    return encode_masked(site.definition, *place, vector_V, member.device.key)
+
+
+def send_masked(site: Site, members: Sequence[Member] | None = None) -> None:
+    """Send the masked contributions of these or all members to the open round."""
+    for member in members or site.members:
         site.catch_up(member)
         invitation = site.invite(member).json()
         plain = site.contribution(member, invitation)
         assert site.send(member, invitation["round"], plain).status_code == 422
-        vector_V = vector_of(decode_contribution(plain, site.definition, member.device.key.public_key()))
-        data = encode_masked(
-            site.definition, invitation["round"], invitation["start_digest"], vector_V, member.device.key
-        )
+        data = masked_by(site, member, invitation, plain)
         assert site.send(member, invitation["round"], data).status_code == 202
+
+
+def send_sealed(site: Site, member: Member, seal: Callable[[bytes], bytes]) -> None:
+    """Send a contribution whose seal is the result of `seal` for its context, signed by the device."""
+    site.catch_up(member)
+    invitation = site.invite(member).json()
+    honest = masked_by(site, member, invitation, site.contribution(member, invitation))
+    key = member.device.key
+    context = seal_context(site.definition.digest, invitation["round"], key.public_key().public_bytes_raw())
+    made = seal(context)
+    body = honest[:76] + made + key.sign(context + made) + honest[220:-64]
+    assert site.send(member, invitation["round"], body + key.sign(body)).status_code == 202
+
+
+def keepers_key(site: Site) -> X25519PublicKey:
+    privacy = site.definition.privacy
+    assert privacy is not None
+    assert privacy.keeper is not None
+    return X25519PublicKey.from_public_bytes(privacy.keeper.public_bytes)
+
+
+def random_seal(_: bytes) -> bytes:
+    return os.urandom(SEAL_BYTES)
+
+
+def strangers_seal(context: bytes) -> bytes:
+    return seal_seed(bytes(32), X25519PrivateKey.generate().public_key(), context)
+
+
+@pytest.mark.attack(20, "seals that no keeper can open, to void a round and pause its federation")
+def test_a_round_goes_on_without_the_seals_that_do_not_open(
+    api: Api, keeper: tuple[Path, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = kept_site(api, *keeper, monkeypatch)
+    for member, seal in zip(site.members, (random_seal, strangers_seal), strict=False):
+        send_sealed(site, member, seal)
+    send_masked(site, site.members[2:])
+    assert site.work() == 1
+    found = site.round(0)
+    assert (found["state"], found["received"], found["counted"]) == ("published", 32, 32)
+    assert found["dropped"] == {one.device.id: "round-seal" for one in site.members[:2]}
+    assert site.read()["state"] == "running"
+    assert f"dropped {site.members[0].device.id}: round-seal" in caplog.text
+    assert charges(site) == [(0, "spent")] * KEPT
+    site.catch_up(site.members[5])
+    assert site.members[5].history.s_W.any()
+
+
+@pytest.mark.attack(20, "so many seals that do not open that too few devices are left")
+def test_a_round_of_too_few_opened_seals_waits_for_others_or_releases_the_charges(
+    api: Api, keeper: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = kept_site(api, *keeper, monkeypatch)
+    seals = (
+        lambda _: bytes(SEAL_BYTES),  # a point of small order
+        lambda context: seal_seed(bytes(32), keepers_key(site), context[:-1] + b"x"),
+        random_seal,
+    )
+    for member, seal in zip(site.members, seals, strict=False):
+        send_sealed(site, member, seal)
+    send_masked(site, site.members[3:])
+    assert site.work() == 1
+    found = site.round(0)
+    assert (found["state"], found["received"], found["job_id"]) == ("open", 31, None)
+    assert [*found["dropped"].values()] == ["round-seal"] * 3
+    late = site.join(3)
+    send_masked(site, late)
+    assert site.work() == 1
+    found = site.round(0)
+    assert (found["state"], found["counted"]) == ("published", 34)
+    for member in site.members[:3]:
+        send_sealed(site, member, random_seal)
+    drawn = [one for one in site.members[3:] if site.invite(one).status_code == 201][:31]
+    send_masked(site, drawn)
+    assert site.work() == 1
+    site.pass_deadline()
+    found = site.round(1)
+    assert (found["state"], found["counted"]) == ("void", 0)
+    assert "31 contributions came" in found["reason"]
+    assert [state for number, state in charges(site) if number == 1] == ["released"] * 34
+    assert site.read()["state"] == "running"
+
+
+@pytest.mark.attack(20, "a mask that is not the sealed one spoils a round")
+def test_a_false_mask_voids_its_round_and_pauses_nothing(
+    api: Api, keeper: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = kept_site(api, *keeper, monkeypatch)
+    send_sealed(site, site.members[0], lambda context: seal_seed(bytes(32), keepers_key(site), context))
+    send_masked(site, site.members[1:])
+    assert site.work() == 1
+    found = site.round(0)
+    assert (found["state"], found["dropped"]) == ("void", {})
+    assert "The keeper or a device lies" in found["reason"]
+    assert site.read()["state"] == "running"
+    assert site.round(1)["state"] == "open"
+
+
+@pytest.mark.attack(20, "stored bytes that cannot be read any more, in rounds with and without privacy")
+@pytest.mark.parametrize("privacy", [{}, PRIVATE])
+def test_a_contribution_that_is_damaged_is_left_out(api: Api, privacy: dict[str, Any]) -> None:
+    site = make_site(api, members=3, **privacy)
+    for member in site.members:
+        assert site.take_part(member).status_code == 202
+    with api.service.database.write() as session:
+        own = tables.Participation.device_id == site.members[0].device.id
+        session.execute(update(tables.Participation).where(own).values(data=b"damaged"))
+    assert site.work() == 1
+    found = site.round(0)
+    assert (found["state"], found["counted"]) == ("published", 2)
+    assert found["dropped"] == {site.members[0].device.id: "round-content"}
+
+
+def test_a_finished_federation_does_not_wait_for_others(api: Api) -> None:
+    site = make_site(api, members=3)
+    for member in site.members[:2]:
+        assert site.take_part(member).status_code == 202
+    assert api.post(f"{site.path}/finish").status_code == 200
+    with api.service.database.write() as session:
+        session.execute(update(tables.Participation).values(data=b"damaged"))
+    assert site.work() == 1
+    assert (site.round(0)["state"], site.round(0)["received"]) == ("void", 0)
+    assert site.read()["state"] == "finished"
 
 
 def test_a_keepers_rounds_move_on_and_the_service_holds_no_integer(

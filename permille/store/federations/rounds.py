@@ -1,14 +1,16 @@
 """Rounds as a state machine: open -> closing -> published or void.
 
 A round is open until enough devices have contributed, or until its deadline. Then a job closes it.
-The transaction that ends the open state adds this job. A round with too few contributions becomes void
-without a job. Every change of a round, and every contribution to it, first locks the round's row. The job
-reads the contributions, and the transaction that publishes the result deletes them.
+The transaction that ends the open state adds this job. If the job drops so many contributions that too few
+are left, the round opens again. A round with too few contributions becomes void without a job. Every change
+of a round, and every contribution to it, first locks the round's row. The job reads the contributions, and
+the transaction that publishes the result deletes them.
 
 `permille.store.database` defines the order of locks: job, federation, member, round. The locks do
 not block inserts that refer to these rows (FOR NO KEY UPDATE in PostgreSQL).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
@@ -67,7 +69,8 @@ def counts(session: Session, row: Round) -> tuple[int, int]:
     """Return the number of invited devices and the number of contributions."""
     if row.invited is not None and row.received is not None:
         return row.invited, row.received
-    query = select(func.count(), func.count(Participation.digest)).where(*_of(row))
+    # A contribution that was dropped keeps its digest, but has no data.
+    query = select(func.count(), func.count(Participation.data)).where(*_of(row))
     invited, sent = session.execute(query).one()
     return invited, sent
 
@@ -95,6 +98,7 @@ def open_next(session: Session, federation: Federation) -> None:
             opened_at=at,
             deadline_at=at + timedelta(seconds=federation.deadline_s),
             refused={},
+            dropped={},
         ),
     )
 
@@ -204,6 +208,30 @@ def void(session: Session, federation: Federation, row: Round, reason: str) -> N
     row.state, row.counted, row.reason = RoundState.VOID.value, 0, reason
     _finish(session, federation, row, void_round(definition, row.number).to_bytes())
     open_next(session, federation)
+
+
+def drop(session: Session, row: Round, dropped: Mapping[str, str]) -> None:
+    """Leave out the contributions of these devices from a locked round, and record the error codes.
+
+    The devices stay charged, so each can do this only as often as its budget allows.
+    """
+    if not dropped:
+        return
+    row.dropped = {**row.dropped, **dropped}
+    key = {"federation_id": row.federation_id, "number": row.number, "data": None}
+    # One statement with all ids could exceed the database's limit of parameters.
+    session.execute(update(Participation), [key | {"device_id": device_id} for device_id in dropped])
+
+
+def reopen(session: Session, federation: Federation, row: Round) -> None:
+    """Open a locked closing round again, because too few contributions are left. Nobody has seen a sum.
+
+    The sweeper ends the round at its deadline. The round of a finished federation ends at once.
+    """
+    # Without a job, a void round releases the charges.
+    row.state, row.job_id = RoundState.OPEN.value, None
+    if federation.state == FederationState.FINISHED:
+        end(session, federation, row)
 
 
 def lock_closing(session: Session, federation: Federation, number: int) -> Round:

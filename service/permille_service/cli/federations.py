@@ -16,7 +16,7 @@ federations = typer.Typer(
 _FEDERATIONS = ("id", "name", "state", "release", "version", "number", "members", "adopted_round")
 _ROUNDS = (
     *("number", "state", "opened_at", "deadline_at", "invited", "received", "counted"),
-    *("mean_gain", "gain_low", "reason"),
+    *("mean_gain", "gain_low", "dropped", "reason"),
 )
 Federation = Annotated[str, typer.Argument(help="Name or id, or the first characters of the id.")]
 

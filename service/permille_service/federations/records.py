@@ -88,6 +88,7 @@ def present_round(session: Session, row: tables.Round) -> RoundRecord:
         counted=row.counted,
         # The values of a JSON column can be of any type. Keep only counts.
         refused={code: count for code, count in row.refused.items() if isinstance(count, int)},
+        dropped={device_id: code for device_id, code in row.dropped.items() if isinstance(code, str)},
         reason=row.reason,
         job_id=row.job_id,
         mean_gain=row.gain_mean,

@@ -8,6 +8,10 @@ no new noise, but gives its earlier answer again.
 In the mode `keeper`, this process never sees the integers of a device. It asks the keeper over HTTPS for the
 sum of the devices' masks minus noise, and only learns the noised sum of the integers. The keeper stores its
 answer for a set of devices, and gives the same answer again. While the keeper is down, the job is retried.
+
+A contribution that cannot be read, or whose seal the keeper cannot open, does not end the round of the
+others. It is dropped and recorded with its device. If fewer contributions than the minimum are left, the
+round opens again until its deadline.
 """
 
 import http.client
@@ -18,7 +22,9 @@ import statistics
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Final
 
 import numpy as np
@@ -29,7 +35,15 @@ from permille.errors import InputError, OperatorError, PackageError, RetryableEr
 from permille.federation.catch_up import pack_state
 from permille.federation.contribution import Contribution
 from permille.federation.definition import GAIN_NATS, Definition, decode_key
-from permille.federation.masked import Masked, Opening, decode_answer, decode_sent, opening_of
+from permille.federation.masked import (
+    Masked,
+    Opening,
+    UnopenedSealsError,
+    decode_answer,
+    decode_refusal,
+    decode_sent,
+    opening_of,
+)
 from permille.federation.private_rounds import (
     draw_round_noise,
     noised_gains,
@@ -49,12 +63,26 @@ from permille.zo.packed_state import decode_state
 from permille_workers.runtime.context import Publish, TaskContext
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """The result of closing a round.
+
+    Attributes:
+        ended: the round's result, the reason why the round is void, or None if too few contributions are
+            left.
+        dropped: the devices whose contributions were left out, with the error codes.
+    """
+
+    ended: Ended | str | None
+    dropped: Mapping[str, str]
+
+
 def run(context: TaskContext, request: RoundRequest) -> Publish:
     """Combine the received contributions, and publish the federation's next state.
 
     Raises:
         InputError: the federation is at another round.
-        OperatorError: the stored history or a stored contribution is damaged.
+        OperatorError: the stored history is damaged, or the keeper refuses.
     """
     tenant_id = context.claim.tenant_id
     with context.db.read() as session:
@@ -68,25 +96,70 @@ def run(context: TaskContext, request: RoundRequest) -> Publish:
     before = _history(definition, way)
     context.progress(0.2, f"combining {len(received)} contributions")
     token = context.settings.keeper_token
-    ended = close(before, received, None if token is None else token.get_secret_value())
+    closed = close(before, received, None if token is None else token.get_secret_value())
+    for device_id, code in closed.dropped.items():
+        _log.warning("round %d of %s: dropped %s: %s", request.number, row.id, device_id, code)
 
     def publish(session: Session) -> str:
         federation = rows.lock(session, Federation, tenant_id=tenant_id, row_id=request.federation_id)
-        if isinstance(ended, Ended):
-            rounds.publish(session, federation=federation, number=request.number, ended=ended)
+        row = rounds.lock_closing(session, federation, request.number)
+        rounds.drop(session, row, closed.dropped)
+        if isinstance(closed.ended, Ended):
+            rounds.publish(session, federation=federation, number=request.number, ended=closed.ended)
+        elif closed.ended is None:
+            rounds.reopen(session, federation, row)
         else:
-            row = rounds.lock_closing(session, federation, request.number)
-            rounds.void(session, federation, row, ended)
+            rounds.void(session, federation, row, closed.ended)
         return f"{federation.id}/rounds/{request.number}"
 
     return publish
 
 
-def close(history: History, received: Sequence[Received], keeper_token: str | None = None) -> Ended | str:
-    """Compute the result of a round and apply it to `history`. If the round is void, return the reason."""
+def close(history: History, received: Sequence[Received], keeper_token: str | None = None) -> Closed:
+    """Compute the result of a round and apply it to `history`, unless the round is void or lacks devices."""
     definition = history.definition
+    sent, dropped = _decoded(definition, received)
     try:
-        made, gains = _combined(definition, history.number, received, keeper_token)
+        ended = _ended(history, list(sent.values()), keeper_token)
+    except UnopenedSealsError as exc:
+        unopened = {
+            device_id: exc.code
+            for device_id, one in sent.items()
+            if isinstance(one, Masked) and one.device_key in exc.device_keys
+        }
+        dropped |= unopened
+        left = [one for device_id, one in sent.items() if device_id not in unopened]
+        # The keeper has named all such devices. If it names more now, it contradicts itself: the job fails.
+        ended = _ended(history, left, keeper_token)
+    return Closed(ended=ended, dropped=dropped)
+
+
+def _decoded(
+    definition: Definition, received: Sequence[Received]
+) -> tuple[dict[str, Contribution | Masked], dict[str, str]]:
+    """Return the contributions by device, and the error codes of those that cannot be read.
+
+    The API has checked all of them, so such a contribution was damaged in the database, or another version of
+    permille has checked it.
+    """
+    sent: dict[str, Contribution | Masked] = {}
+    dropped: dict[str, str] = {}
+    for one in received:
+        try:
+            sent[one.device_id] = decode_sent(one.data, definition, decode_key(one.public_key), one.place)
+        except PackageError as exc:
+            dropped[one.device_id] = exc.code
+    return sent, dropped
+
+
+def _ended(
+    history: History, sent: Sequence[Contribution | Masked], keeper_token: str | None
+) -> Ended | str | None:
+    definition = history.definition
+    if len(sent) < definition.minimum:
+        return None
+    try:
+        made, gains = _combined(definition, history.number, sent, keeper_token)
         history.apply([made])
     except PackageError as exc:
         if exc.code != "round-limit":
@@ -94,7 +167,7 @@ def close(history: History, received: Sequence[Received], keeper_token: str | No
         return str(exc)
     return Ended(
         record=made.to_bytes(),
-        counted=len(received),
+        counted=len(sent),
         state_digest=history.digest,
         reach=history.reach,
         state=pack_state(definition, history.s_W),
@@ -103,23 +176,15 @@ def close(history: History, received: Sequence[Received], keeper_token: str | No
 
 
 def _combined(
-    definition: Definition, number: int, received: Sequence[Received], keeper_token: str | None
+    definition: Definition, number: int, sent: Sequence[Contribution | Masked], keeper_token: str | None
 ) -> tuple[Round, tuple[float, float] | None]:
     """Return the round, and the mean and standard error of its gains in nats per token (None: unknown)."""
-    sent = [_decode(definition, one) for one in received]
     if definition.privacy is not None:
         sum_V = private_sum(definition, number, sent, keeper_token)
         made = round_of_sum(definition, number, len(sent), sum_V)
         return made, noised_gains(definition, len(sent), int(sum_V[-1]))
     plain = [one for one in sent if isinstance(one, Contribution)]
     return combine(definition, number, plain), _gains(definition, [one.gain for one in plain])
-
-
-def _decode(definition: Definition, one: Received) -> Contribution | Masked:
-    try:
-        return decode_sent(one.data, definition, decode_key(one.public_key), one.place)
-    except PackageError as exc:
-        raise OperatorError(f"The contribution of {one.device_id} is damaged in the database: {exc}") from exc
 
 
 def _history(definition: Definition, way: Way) -> History:
@@ -164,6 +229,7 @@ def private_sum(
 
     Raises:
         RetryableError: the keeper does not answer.
+        UnopenedSealsError: the keeper cannot open the seals of some devices.
         OperatorError: the keeper refuses, so a retry is pointless.
     """
     masked = [each for each in sent if isinstance(each, Masked)]
@@ -181,6 +247,7 @@ def ask_keeper(opening: Opening, token: str | None) -> NDArray[np.uint32]:
 
     Raises:
         RetryableError: the keeper does not answer.
+        UnopenedSealsError: the keeper cannot open the seals of some devices.
         OperatorError: the keeper refuses, or the settings have no token for it.
     """
     found: queue.SimpleQueue[NDArray[np.uint32] | Exception] = queue.SimpleQueue()
@@ -224,6 +291,8 @@ def _ask(opening: Opening, token: str | None) -> NDArray[np.uint32]:
         with urllib.request.build_opener(_NoRedirect).open(question, timeout=_TIMEOUT_S) as answer:
             return decode_answer(answer.read(opening.answer_bytes + 1), opening)
     except urllib.error.HTTPError as exc:
+        if exc.code == HTTPStatus.FAILED_DEPENDENCY:
+            raise UnopenedSealsError(_unopened(exc, opening)) from exc
         reason = _reason(exc)
         _log.warning("the keeper refused with %d: %s", exc.code, reason)
         if exc.code >= 500 or exc.code == 429:
@@ -231,6 +300,14 @@ def _ask(opening: Opening, token: str | None) -> NDArray[np.uint32]:
         raise OperatorError(f"The keeper refuses ({exc.code}): {reason}") from exc
     except (OSError, http.client.HTTPException, PackageError) as exc:  # also if the answer is incomplete
         raise RetryableError(f"The keeper at {privacy.keeper.url} does not answer: {exc}") from exc
+
+
+def _unopened(refusal: urllib.error.HTTPError, opening: Opening) -> tuple[bytes, ...]:
+    """Return the keys of the devices whose seals do not open. Raises RetryableError."""
+    try:
+        return decode_refusal(refusal.read(opening.refusal_bytes + 1), opening)
+    except (OSError, http.client.HTTPException, PackageError) as exc:
+        raise RetryableError(f"The keeper names no devices whose seals do not open: {exc}") from exc
 
 
 def _reason(refusal: urllib.error.HTTPError) -> str:
