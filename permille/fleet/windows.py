@@ -6,13 +6,17 @@ its own clock.
 
 import re
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Final
 from zoneinfo import ZoneInfo
 
 from permille.errors import InputError
 
 MAX_MINUTES: Final = 1440
+_MINUTE: Final = timedelta(minutes=1)
+# The number of days of each month, in a leap year. The index 0 stands for no month.
+_LONGEST: Final = (0, 31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 _RANGES: Final = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
 _PART: Final = re.compile(r"(?:\*|(\d{1,2})(?:-(\d{1,2}))?)(?:/(\d{1,2}))?", re.ASCII)
 _UNCLEAR: Final = re.compile(r"(?<![-\d])\d+/\d*", re.ASCII)
@@ -43,31 +47,46 @@ class Window:
     zone: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise InputError for a time, a duration or a time zone that does not exist."""
-        _fields(self.cron)
+        """Raise InputError for a time that never comes, a wrong duration or an unknown time zone."""
+        _, _, days, months, _ = _fields(self.cron)
+        if not self._is_either and all(min(days) > _LONGEST[month] for month in months):
+            raise InputError(f"The times {self.cron!r:.80} never come: no such month has a day {min(days)}.")
         if type(self.minutes) is not int or not 1 <= self.minutes <= MAX_MINUTES:
             raise InputError(f"A window is open for 1 to {MAX_MINUTES} minutes, got {self.minutes!r}.")
         _zone(self.zone)
 
     def is_open(self, at: datetime) -> bool:
-        """Return whether the window is open at an aware time."""
-        minutes, hours, days, months, weekdays = _fields(self.cron)
-        parts, zone = self.cron.split(), _zone(self.zone)
-        # As in cron: if both day fields are restricted, one match suffices.
-        is_either = not (parts[2].startswith("*") or parts[4].startswith("*"))
-        for ago in range(self.minutes):
-            # Step back in real time, then convert to local time: local time lacks or repeats an hour when
-            # clocks change.
-            begin = (at - timedelta(minutes=ago)).astimezone(zone)
-            fits = (begin.day in days, begin.isoweekday() % 7 in weekdays)
-            if (
-                begin.minute in minutes
-                and begin.hour in hours
-                and begin.month in months
-                and (any(fits) if is_either else all(fits))
-            ):
+        """Return whether the window is open at an aware time.
+
+        A time that the clocks skip counts as the first minute after it, as in cron. A time that comes twice
+        opens the window twice.
+        """
+        fields, zone = _fields(self.cron), _zone(self.zone)
+        # Step back in real time, then convert to local time: subtraction in a local zone ignores its changes.
+        now = at.astimezone(UTC)
+        shown = [(now - _MINUTE * ago).astimezone(zone).replace(tzinfo=None) for ago in range(self.minutes + 1)]
+        for begin, earlier in pairwise(shown):
+            # More than one minute has passed only if the clocks were set forward. It comes to less if back.
+            passed = max((begin - earlier) // _MINUTE, 1)
+            if any(self._begins(begin - _MINUTE * ago, fields) for ago in range(passed)):
                 return True
         return False
+
+    @property
+    def _is_either(self) -> bool:
+        """Whether one of the day fields suffices. As in cron, both must be restricted for that."""
+        parts = self.cron.split()
+        return not (parts[2].startswith("*") or parts[4].startswith("*"))
+
+    def _begins(self, begin: datetime, fields: list[set[int]]) -> bool:
+        minutes, hours, days, months, weekdays = fields
+        fits = (begin.day in days, begin.isoweekday() % 7 in weekdays)
+        return (
+            begin.minute in minutes
+            and begin.hour in hours
+            and begin.month in months
+            and (any(fits) if self._is_either else all(fits))
+        )
 
 
 def check_steps(cron: str) -> None:

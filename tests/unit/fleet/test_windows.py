@@ -2,7 +2,7 @@
 
 import zoneinfo
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -62,10 +62,45 @@ def test_a_zone_moves_the_window_and_its_clocks_change() -> None:
     assert is_open(window, "2026-12-01 02:10") and not is_open(window, "2026-12-01 01:10")
 
 
-def test_an_hour_that_is_missing_has_no_window_and_one_that_comes_twice_has_two() -> None:
+@pytest.mark.parametrize(
+    ("zone", "cron", "minutes", "day_before", "opens"),
+    [
+        ("Europe/Berlin", "0 2 * * *", 180, "2026-03-28 23:00", "2026-03-29 01:00"),
+        ("Europe/Berlin", "30 2 * * *", 10, "2026-03-28 23:00", "2026-03-29 01:00"),
+        ("America/New_York", "15 2 * * 0", 60, "2026-03-08 05:00", "2026-03-08 07:00"),
+        ("Asia/Beirut", "0 0 * * *", 60, "2026-03-28 20:00", "2026-03-28 22:00"),  # midnight is skipped
+        ("Australia/Lord_Howe", "10 2 * * *", 20, "2026-10-03 14:00", "2026-10-03 15:30"),  # half an hour
+        ("Pacific/Apia", "0 2 30 12 *", 60, "2011-12-30 00:00", "2011-12-30 10:00"),  # a whole day
+    ],
+)
+def test_a_time_that_the_clocks_skip_opens_its_window_when_they_go_on(
+    zone: str, cron: str, minutes: int, day_before: str, opens: str
+) -> None:
+    window = Window(cron=cron, minutes=minutes, zone=zone)
+    begin = datetime.fromisoformat(day_before).replace(tzinfo=UTC)
+    found = [at for ago in range(1380) if window.is_open(at := begin + timedelta(minutes=ago))]
+    assert found[0] == datetime.fromisoformat(opens).replace(tzinfo=UTC)
+    assert len(found) == minutes
+
+
+def test_a_time_that_comes_twice_opens_the_window_twice() -> None:
     window = Window(cron="30 2 * * *", minutes=10, zone="Europe/Berlin")
-    assert not any(is_open(window, f"2026-03-29 {hour:02d}:35") for hour in range(24))
     assert sum(is_open(window, f"2026-10-25 {hour:02d}:35") for hour in range(24)) == 2
+
+
+def test_a_window_is_asked_in_any_zone() -> None:
+    berlin = zoneinfo.ZoneInfo("Europe/Berlin")
+    window = Window(cron="0 2 * * *", minutes=180, zone="Europe/Berlin")
+    assert window.is_open(datetime(2026, 3, 29, 4, 30, tzinfo=berlin))
+    assert not window.is_open(datetime(2026, 3, 29, 1, 59, tzinfo=berlin))
+
+
+@pytest.mark.parametrize("cron", ["0 2 31 2 *", "0 2 30-31 2 *", "0 2 31 4,6,9,11 *"])
+def test_times_that_never_come_are_refused(cron: str) -> None:
+    with pytest.raises(InputError, match="never come: no such month has a day 3"):
+        Window(cron=cron, minutes=60)
+    Window(cron=f"{cron[:-1]}1", minutes=60)  # Mondays suffice then
+    Window(cron="0 2 29 2 *", minutes=60)
 
 
 def test_a_step_after_a_number_is_read_in_a_signed_window_and_refused_in_a_new_one() -> None:
