@@ -9,7 +9,15 @@ class PermilleError(Exception):
 
 
 class RetryableError(PermilleError):
-    """A temporary failure of a network, a lock or a busy server. Try the same call again later."""
+    """A temporary failure of a network, a lock or a busy server. Try the same call again later.
+
+    Attributes:
+        retry_after_s: the seconds after which the other side allows the next call; None: it did not say.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class PackageError(PermilleError):

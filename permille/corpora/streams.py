@@ -5,15 +5,17 @@ This module is separate from `sources`, because the API imports `sources`, and a
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Literal, cast
 
 from permille.choices import StreamedDataset
 from permille.corpora.sources import BadRow, ReadReport, checked_text
 from permille.errors import RetryableError
+from permille.hub import hub_failure
 
-# Repository, configuration and commit. The commit is fixed, because a changed dataset would give another
-# mask.
-_STREAMS = {StreamedDataset.C4: ("allenai/c4", "en", "1588ec454efa1a09f29cd18ddd04fe05fc8653a2")}
+# URLs of the files of each dataset. The commit is fixed, because a changed dataset would give another mask.
+_STREAMS = {
+    StreamedDataset.C4: "hf://datasets/allenai/c4@1588ec454efa1a09f29cd18ddd04fe05fc8653a2/en/c4-{split}.*.json.gz"
+}
 
 
 def streamed_texts(
@@ -37,14 +39,19 @@ def streamed_texts(
 
 def _open_stream(dataset: StreamedDataset, split: str) -> Iterable[dict[str, object]]:
     import datasets
+    from huggingface_hub.errors import HfHubHTTPError
 
-    repository, configuration, commit = _STREAMS[dataset]
+    # These are OSError, and the base of all errors of the hub's HTTP library.
+    failures = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
     try:
+        # A name such as `allenai/c4` would also match a folder of this name here, or a copy of any commit in
+        # the cache of `datasets`. A URL names the hub alone.
         yield from datasets.load_dataset(
-            repository, configuration, split=split, streaming=True, revision=commit
+            "json", data_files={split: _STREAMS[dataset].format(split=split)}, split=split, streaming=True
         )
-    except OSError as exc:
+    except failures as exc:
+        failure = hub_failure(exc, dataset)
         raise RetryableError(
-            f"Cannot reach the host of {dataset}: {exc}. Check the network, or register a file: "
-            "`permille corpora add NAME --file FILE`."
+            f"{failure} Or register a file: `permille corpora add NAME --file FILE`.",
+            retry_after_s=failure.retry_after_s,
         ) from exc

@@ -64,7 +64,9 @@ class Window:
         fields, zone = _fields(self.cron), _zone(self.zone)
         # Step back in real time, then convert to local time: subtraction in a local zone ignores its changes.
         now = at.astimezone(UTC)
-        shown = [(now - _MINUTE * ago).astimezone(zone).replace(tzinfo=None) for ago in range(self.minutes + 1)]
+        shown = [
+            (now - _MINUTE * ago).astimezone(zone).replace(tzinfo=None) for ago in range(self.minutes + 1)
+        ]
         for begin, earlier in pairwise(shown):
             # More than one minute has passed only if the clocks were set forward. It comes to less if back.
             passed = max((begin - earlier) // _MINUTE, 1)

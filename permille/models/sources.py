@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from permille.errors import InputError, OperatorError, RetryableError
 from permille.files import follow_inside
+from permille.hub import hub_failure
 from permille.models.checkpoint import TEXT_FILES
 from permille.models.conversion import PICKLE_INDEX, PICKLES
 
@@ -144,12 +145,8 @@ def _refusal(found: BaseException | None, repository: str, commit: str) -> Input
                 f"The hub refuses {repository} at {commit} with {status}. Check HF_TOKEN, and whether its "
                 "account may read the repository."
             )
-        case HfHubHTTPError():
-            return RetryableError(f"The hub answered {found.response.status_code} for {repository}.")
         case _:
-            return RetryableError(
-                f"Cannot reach the hub for {repository}: {found}. Check the network, and HF_ENDPOINT if set."
-            )
+            return hub_failure(found, repository)
 
 
 def _check_room(repository: str, listed: "list[DryRunFileInfo]", folder: Path) -> None:

@@ -60,10 +60,6 @@ class QuotaError(RetryableError):
     seconds.
     """
 
-    def __init__(self, message: str, *, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
 
 class StaleClaimError(PermilleError):
     """The job has ended, or a newer claim of it exists. The holder of the old claim must not publish

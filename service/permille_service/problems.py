@@ -156,9 +156,9 @@ async def answer(request: Request, exc: Exception) -> Response:
         case RequestValidationError():
             return _answer_invalid(path, exc)
         case PermilleError():
-            # Of these errors, only a QuotaError says when to try again. For other answers with 429 or 503,
-            # `problem_response` sets `RETRY_AFTER_S`.
-            headers = {"Retry-After": str(exc.retry_after_s)} if isinstance(exc, QuotaError) else None
+            # For other answers with 429 or 503, `problem_response` sets `RETRY_AFTER_S`.
+            wait_s = exc.retry_after_s if isinstance(exc, RetryableError) else None
+            headers = None if wait_s is None else {"Retry-After": f"{wait_s:.0f}"}
             return problem_response(path, problem_of(exc), str(exc), headers=headers)
     if (fault := fault_of(exc)) is not None:
         # The operator needs the path of the file, and the client must not see it.

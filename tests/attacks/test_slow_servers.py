@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from permille.errors import RetryableError
+from permille.retry_after import LONGEST_S
 from permille_agent.daemon.loop import LONGEST_PAUSE_S, POLL_LIMIT_S, Daemon, World
 from permille_agent.daemon.policy import PowerAndLoad
 from permille_agent.daemon.state import DaemonState
 from permille_agent.link import transport
-from permille_agent.link.client import LONGEST_RETRY_AFTER_S, Connection, ServiceUnavailableError
+from permille_agent.link.client import Connection, ServiceUnavailableError
 from permille_agent.state.home import open_home, write_record
 
 GRACE_S = 2.0
@@ -130,12 +131,12 @@ def _http_date(seconds: float) -> str:
 @pytest.mark.parametrize(
     ("headers", "expected_s"),
     [
-        (_waits(str(FAR_S)), LONGEST_RETRY_AFTER_S),
-        (_waits("inf"), LONGEST_RETRY_AFTER_S),
-        (_waits("1e400"), LONGEST_RETRY_AFTER_S),
+        (_waits(str(FAR_S)), LONGEST_S),
+        (_waits("inf"), LONGEST_S),
+        (_waits("1e400"), LONGEST_S),
         (_waits("nan"), 0.0),
         (_waits("-5"), 0.0),
-        (_waits(_http_date(FAR_S)), LONGEST_RETRY_AFTER_S),
+        (_waits(_http_date(FAR_S)), LONGEST_S),
         (_waits("Mon, 01 Jan 99999999999999 00:00:00 GMT"), None),
         # The service and its date are decades off: the difference counts.
         (_waits(_http_date(FAR_S + 120), _http_date(FAR_S)), 120.0),

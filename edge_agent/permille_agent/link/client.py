@@ -15,14 +15,11 @@ Rules:
 """
 
 import json
-import math
 import random
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from http.cookiejar import DefaultCookiePolicy
 from pathlib import Path
 from typing import Any
@@ -33,6 +30,7 @@ import httpx
 from permille.addresses import is_loopback
 from permille.errors import InputError, OperatorError, RetryableError
 from permille.plain_text import printable, reason
+from permille.retry_after import stated_wait_s
 from permille.version import __version__
 from permille_agent.link.transport import LimitedTransport
 
@@ -41,7 +39,6 @@ TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 ATTEMPTS = 5
 BACKOFF_FIRST_S = 0.5
 WAIT_LIMIT_S = 60.0  # a command that would wait longer reports the error instead
-LONGEST_RETRY_AFTER_S = 24 * 3600.0  # a larger `Retry-After` is reduced to this value
 _TRANSPORT_ERRORS = (
     httpx.TransportError,
     UnicodeError,  # raised by httpx for a malformed host name in a redirect
@@ -56,15 +53,7 @@ Body = bytes | Mapping[str, Any] | Callable[[], bytes] | None
 
 
 class ServiceUnavailableError(RetryableError):
-    """The service cannot be reached, or asks to try again later.
-
-    Attributes:
-        retry_after_s: seconds that the service asked to wait, or None.
-    """
-
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    """The service cannot be reached, or asks to try again later."""
 
 
 class RequestRefusedError(InputError):
@@ -335,7 +324,7 @@ def _refuse(response: httpx.Response, data: bytes) -> None:
     problem, detail = _read_problem(data)
     message = f"{response.request.method} {response.request.url.path}: {status} {detail}".rstrip()
     if status in LATER_STATUSES:
-        raise ServiceUnavailableError(message, retry_after_s=_retry_after(response.headers))
+        raise ServiceUnavailableError(message, retry_after_s=stated_wait_s(response.headers))
     if status in (401, 403):
         raise AccessRefusedError(message)
     if status in (421, 507) or status < 400:  # a wrong host name, a full disk, or an unexpected redirect
@@ -350,25 +339,3 @@ def _read_problem(data: bytes) -> tuple[str, str]:
         return str(document["type"]).rsplit("/", 1)[-1], printable(detail)
     except (ValueError, TypeError, KeyError, RecursionError):
         return "", ""
-
-
-def _retry_after(headers: httpx.Headers) -> float | None:
-    """Return the seconds that the service asks to wait, at most a day, or None."""
-    text = headers.get("retry-after", "")
-    try:
-        wait_s = float(text)
-    except ValueError:
-        until = _date(text)
-        if until is None:
-            return None
-        # The device's clock may be wrong, so the service's own date is preferred.
-        wait_s = (until - (_date(headers.get("date", "")) or datetime.now(UTC))).total_seconds()
-    return 0.0 if math.isnan(wait_s) else min(LONGEST_RETRY_AFTER_S, max(0.0, wait_s))
-
-
-def _date(text: str) -> datetime | None:
-    try:
-        date = parsedate_to_datetime(text)
-    except (ValueError, TypeError, OverflowError):  # OverflowError: a number of many digits
-        return None
-    return date if date.tzinfo else date.replace(tzinfo=UTC)

@@ -29,6 +29,8 @@ from permille.store.tables import Device, Instant, Job, Tenant
 # outage. Later pauses are long, so a job that always fails costs little.
 BACKOFF_FIRST_S = 2.0
 BACKOFF_LONGEST_S = 300.0
+# A server that always asks to wait must not keep a job for ever.
+_WAITS_WITHIN = timedelta(days=1)
 # At most this many jobs are marked as sent in one transaction, to keep it short. The next sweep sends the
 # rest.
 _SENT_AT_ONCE = 100
@@ -283,7 +285,14 @@ def results_of_parts(session: Session, held: Claim) -> list[tuple[Mapping[str, o
     return [(part.payload, part.result_id) for part in found if part.result_id is not None]
 
 
-def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryable: bool) -> JobState:
+def fail(
+    session: Session,
+    held: Claim,
+    *,
+    error: Mapping[str, object],
+    retryable: bool,
+    wait_s: float | None = None,
+) -> JobState:
     """End the attempt with an error, and return the job's new state.
 
     An error that is not retryable ends the job as `failed`. A retryable error queues the job again
@@ -293,6 +302,8 @@ def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryabl
     Args:
         error: `type`, `message`, and details that help to find the cause.
         retryable: whether another attempt may succeed.
+        wait_s: the seconds for which another server asked to wait. On the first day of a job, such an attempt
+            does not count. None: pause as after any failure.
 
     Raises:
         StaleClaimError: another attempt has begun, or the job has ended.
@@ -300,7 +311,7 @@ def fail(session: Session, held: Claim, *, error: Mapping[str, object], retryabl
     job = check(session, held)
     if not retryable:
         return _end(session, job, JobState.FAILED, {**error, "retryable": False})
-    return _after_lost_attempt(session, job, error)
+    return _after_lost_attempt(session, job, error, wait_s)
 
 
 def cancelled(session: Session, held: Claim) -> None:
@@ -412,14 +423,20 @@ def _sweep_one(db: Database, job_id: str) -> JobState | None:
         return _after_lost_attempt(session, job, {"type": "WorkerLost", "message": message})
 
 
-def _after_lost_attempt(session: Session, job: Job, error: Mapping[str, object]) -> JobState:
+def _after_lost_attempt(
+    session: Session, job: Job, error: Mapping[str, object], wait_s: float | None = None
+) -> JobState:
     if job.cancel_requested_at is not None:
         return _end(session, job, JobState.CANCELLED, None)
-    if job.attempt >= job.max_attempts:
+    at = now(session)
+    # Wait before the next attempt: whatever broke this one may need time to recover.
+    pause_s = backoff_s(job.attempt) if wait_s is None else wait_s
+    if wait_s is not None and at - job.created_at < _WAITS_WITHIN:
+        job.attempt -= 1
+    elif job.attempt >= job.max_attempts:
         return _end(session, job, JobState.DEAD, {**error, "retryable": True, "attempts": job.attempt})
     job.error = {**error, "retryable": True}
-    # Wait before the next attempt: whatever broke this one may need time to recover.
-    job.available_at = now(session) + timedelta(seconds=backoff_s(job.attempt))
+    job.available_at = at + timedelta(seconds=pause_s)
     job.dispatched_at = None
     transitions.transition(session, job, JobState.QUEUED, error=job.error, attempt=job.attempt)
     parents.show_parent(session, job)

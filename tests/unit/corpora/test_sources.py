@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -143,9 +144,12 @@ def test_reading_stops_where_the_caller_does(tmp_path: Path) -> None:
     assert report.rows == 1
 
 
+COMMIT = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
+
+
 def write_mirror(root: Path) -> None:
-    """Write a few rows in the layout of allenai/c4, which `datasets` reads with its own code."""
-    (root / "en").mkdir()
+    """Write a few rows in the layout of allenai/c4."""
+    (root / "en").mkdir(parents=True)
     names = [f"  - split: {split}\n    path: en/c4-{split}.*.json.gz" for split in ("train", "validation")]
     lines = ["---", "configs:", "- config_name: en", "  data_files:", *names, "---", ""]
     (root / "README.md").write_text("\n".join(lines))
@@ -163,12 +167,12 @@ def test_c4_is_streamed_shard_by_shard_at_its_pinned_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_mirror(tmp_path)
-    calls: list[tuple[Any, ...]] = []
-    load = datasets.load_dataset
+    load, hub = datasets.load_dataset, f"hf://datasets/allenai/c4@{COMMIT}/"
 
-    def from_mirror(repository: str, *args: Any, **options: Any) -> Any:
-        calls.append((repository, *args, options))
-        return load(str(tmp_path), *args, **options)
+    def from_mirror(form: str, *, data_files: dict[str, str], **options: Any) -> Any:
+        assert all(url.startswith(hub) for url in data_files.values())
+        files = {split: url.replace(hub, f"{tmp_path}/") for split, url in data_files.items()}
+        return load(form, data_files=files, **options)
 
     monkeypatch.setattr(datasets, "load_dataset", from_mirror)
     report = ReadReport()
@@ -176,17 +180,26 @@ def test_c4_is_streamed_shard_by_shard_at_its_pinned_commit(
     assert list(texts) == ["train 0 one", "train 0 two", "train 1 one", "train 1 two"]
     assert report.as_json() == {"rows": 6, "bad": {"empty": {"count": 2, "first_rows": [2, 5]}}}
     assert next(streamed_texts(StreamedDataset.C4, "validation", ReadReport())) == "validation 0 one"
-    commit = "1588ec454efa1a09f29cd18ddd04fe05fc8653a2"
-    assert calls == [
-        ("allenai/c4", "en", {"split": split, "streaming": True, "revision": commit})
-        for split in ("train", "validation")
-    ]
 
 
-def test_a_silent_host_may_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **options: Any) -> Any:
-        raise ConnectionError("no route")
+@pytest.mark.parametrize("folder", ["allenai/c4", f"hf:/datasets/allenai/c4@{COMMIT}", "json"])
+def test_a_folder_of_the_same_name_is_not_taken_for_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """The tests run without the hub, so a text could only come from the folder."""
+    write_mirror(tmp_path / folder)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RetryableError, match=r"Cannot reach the hub for c4.* add NAME --file"):
+        next(streamed_texts(StreamedDataset.C4, "train", ReadReport()))
 
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(RetryableError, match="host of c4"):
+
+def test_the_hub_says_when_a_stream_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(*_: Any, **__: Any) -> Any:
+        answer = OSError("too many")
+        vars(answer)["response"] = SimpleNamespace(status_code=429, headers={"retry-after": "196"})
+        raise ConnectionError("cannot reach allenai/c4") from answer
+
+    monkeypatch.setattr(datasets, "load_dataset", limited)
+    with pytest.raises(RetryableError, match="limits the rate of requests") as refused:
         list(streamed_texts(StreamedDataset.C4, "train", ReadReport()))
+    assert refused.value.retry_after_s == 196

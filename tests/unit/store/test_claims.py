@@ -235,6 +235,34 @@ def test_retryable_failures_wait_longer_and_at_last_die(db: Database, tenant_id:
     assert after.error == {**ERROR, "retryable": True, "attempts": 3}
 
 
+def test_a_wait_that_another_server_asks_for_spends_no_attempt_on_the_first_day(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    job = submit(db, tenant_id, max_attempts=1)
+    for _ in range(5):
+        claim = take(db)
+        with db.write() as session:
+            assert claims.fail(session, claim, error=ERROR, retryable=True, wait_s=196) == "queued"
+        waiting = read(db, job)
+        assert (waiting.attempt, waiting.error) == (0, {**ERROR, "retryable": True})
+        assert (waiting.available_at - clock.at).total_seconds() == 196
+        with db.write() as session:
+            assert claims.claim(session, worker="early", lease_s=30) is None
+        clock.forward(196)
+    clock.forward(86_400)
+    claim = take(db)
+    with db.write() as session:
+        assert claims.fail(session, claim, error=ERROR, retryable=True, wait_s=196) == "dead"
+
+
+def test_a_job_that_waits_for_another_server_can_be_cancelled(db: Database, tenant_id: str) -> None:
+    job = submit(db, tenant_id)
+    claim = take(db)
+    with db.write() as session:
+        queue.request_cancel(session, tenant_id=tenant_id, job_id=job.id)
+        assert claims.fail(session, claim, error=ERROR, retryable=True, wait_s=196) == "cancelled"
+
+
 def test_a_worker_that_is_lost_too_often_leaves_a_dead_job_with_the_diagnosis(
     db: Database, tenant_id: str, clock: Clock
 ) -> None:

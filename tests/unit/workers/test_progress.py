@@ -431,3 +431,10 @@ def test_a_child_that_dies_before_it_gets_its_claim_is_a_crash(
     Supervisor(db=db, settings=settings, shutdown=Shutdown(), child_command=("false",)).run(claim)
     error = read(db, claim).error
     assert error is not None and "exit status 1" in str(error["message"])
+
+
+def test_a_wait_that_the_hub_asks_for_spends_no_attempt(db: Database, claim: Claim) -> None:
+    record_failure(db, claim, RetryableError("busy", retry_after_s=196))
+    row = read(db, claim)
+    assert (row.state, row.attempt) == ("queued", 0)
+    assert 190 < (row.available_at - row.updated_at).total_seconds() <= 197

@@ -20,7 +20,7 @@ from typing import BinaryIO
 from sqlalchemy.exc import DBAPIError
 
 from permille import telemetry
-from permille.errors import InputError, OperatorError, PackageError, PermilleError
+from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
 from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
 from permille.store.errors import BlobStoreError, StaleClaimError
@@ -130,13 +130,13 @@ def _publish(db: Database, claim: Claim, made: Publish | PartsToAdd) -> None:
 def record_failure(db: Database, claim: Claim, exc: Exception) -> None:
     """End the attempt with an error. Only unexpected errors are recorded with a traceback."""
     error = {"type": type(exc).__name__, "message": str(exc) or type(exc).__name__}
-    final = is_final(exc)
+    final, wait_s = is_final(exc), exc.retry_after_s if isinstance(exc, RetryableError) else None
     if not isinstance(exc, PermilleError):
         # Keep the end of the traceback, which has the line that failed.
         error["traceback"] = "".join(traceback.format_exception(exc))[-8000:]
     try:
         with db.write() as session:
-            claims.fail(session, claim, error=error, retryable=not final)
+            claims.fail(session, claim, error=error, retryable=not final, wait_s=wait_s)
     except StaleClaimError as stale:
         _log.warning("another attempt has begun: %s", stale)
 

@@ -52,6 +52,7 @@ from permille.federation.private_rounds import (
     unmasked_sum,
 )
 from permille.federation.rounds import History, Round, combine, decode_segment
+from permille.retry_after import stated_wait_s
 from permille.schemas.federations import RoundRequest
 from permille.store import rows
 from permille.store.federations import contributions, history, rounds
@@ -296,7 +297,10 @@ def _ask(opening: Opening, token: str | None) -> NDArray[np.uint32]:
         reason = _reason(exc)
         _log.warning("the keeper refused with %d: %s", exc.code, reason)
         if exc.code >= 500 or exc.code == 429:
-            raise RetryableError(f"The keeper cannot answer now ({exc.code}): {reason}") from exc
+            raise RetryableError(
+                f"The keeper cannot answer now ({exc.code}): {reason}",
+                retry_after_s=stated_wait_s({name.lower(): value for name, value in exc.headers.items()}),
+            ) from exc
         raise OperatorError(f"The keeper refuses ({exc.code}): {reason}") from exc
     except (OSError, http.client.HTTPException, PackageError) as exc:  # also if the answer is incomplete
         raise RetryableError(f"The keeper at {privacy.keeper.url} does not answer: {exc}") from exc
