@@ -137,6 +137,50 @@ def test_a_webhook_does_not_reach_private_addresses(db: Database, tenant_id: str
     assert "which is not public. Set PERMILLE_WEBHOOK_PRIVATE=true" in failure
 
 
+def resolve(monkeypatch: pytest.MonkeyPatch, name: str, *addresses: str) -> None:
+    """Let a name have these addresses, in this order."""
+    plain = socket.getaddrinfo
+
+    def found(host: str, port: int, *more: Any, **named: Any) -> list[Any]:
+        if host != name:
+            return list(plain(host, port, *more, **named))
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+
+
+@pytest.mark.parametrize("first", ["100::1", "127.0.0.2", "::1"])
+def test_the_next_address_of_a_name_is_tried_when_the_first_cannot_be_reached(
+    db: Database, tenant_id: str, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    with receiver(200) as (url, came):
+        webhook_id, _ = add(db, tenant_id, url.replace("127.0.0.1", "dual.example"))
+        tell(db, tenant_id)
+        resolve(monkeypatch, "dual.example", first, "127.0.0.1")
+        assert send(db) == 1
+        assert len(came) == 1
+    assert delivery(db, tenant_id, webhook_id).failure is None
+
+
+@pytest.mark.attack(18, "a webhook whose name has a public address and one in the operator's network")
+def test_no_address_of_a_name_is_reached_unchecked(
+    db: Database, tenant_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = list[str]()
+
+    def refuse(address: tuple[str, int], _timeout_s: float) -> socket.socket:
+        tried.append(address[0])
+        raise ConnectionRefusedError("refused")
+
+    resolve(monkeypatch, "mixed.example", "93.184.215.14", "127.0.0.1", "10.0.0.7", "2606:2800:21f:cb07::1")
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    webhook_id, _ = add(db, tenant_id, "http://mixed.example/")
+    tell(db, tenant_id)
+    assert send(db, allow_private=False) == 1
+    assert tried == ["93.184.215.14", "2606:2800:21f:cb07::1"]
+    assert delivery(db, tenant_id, webhook_id).failure == "ConnectionRefusedError: refused"
+
+
 def test_a_receiver_that_drips_its_answer_is_left(
     db: Database, tenant_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

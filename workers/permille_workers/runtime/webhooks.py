@@ -1,8 +1,8 @@
 """Sending of webhooks, with signatures in the form of Standard Webhooks 1.0.
 
 An operator chooses the URL, so a webhook could reach into the workers' private network. A worker therefore
-looks up the host's address only once. It refuses an address that is not public (unless a setting allows
-this), and connects to exactly the address that it has checked. It follows no redirects, and reads only the
+looks up the host's addresses only once. It refuses those that are not public (unless a setting allows
+this), and connects to exactly an address that it has checked. It follows no redirects, and reads only the
 status of an answer.
 """
 
@@ -26,6 +26,8 @@ from permille.store.webhooks import SECRET_PREFIX, Message
 from permille.version import __version__
 
 TIMEOUT_S: Final = 10.0
+_MOST_ADDRESSES: Final = 4
+"""Number of addresses of a name that are tried. They share the time to connect."""
 
 Send = Callable[[Message, datetime], str | None]
 
@@ -84,28 +86,45 @@ def post(message: Message, at: datetime, *, allow_private: bool) -> str | None:
 
 
 def _connect(address: str, *, allow_private: bool) -> HTTPConnection:
-    """Open a connection to the host of a URL.
+    """Open a connection to the host of a URL. Try each of its addresses that is allowed, in turn.
 
     Raises:
-        OSError: the host cannot be reached.
-        InputError: the address of the host is not public.
+        OSError: no address of the host can be reached.
+        InputError: no address of the host is public.
     """
     url = urlsplit(address)
     host = url.hostname or ""
     is_tls = url.scheme == "https"
     port = url.port or (443 if is_tls else 80)
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-    parsed = ipaddress.ip_address(found)
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = list(dict.fromkeys(str(entry[4][0]) for entry in entries))[:_MOST_ADDRESSES]
+    failure: OSError | InputError = OSError(f"{host} has no address")
+    for one in found:
+        try:
+            _check_public(host, one, allow_private=allow_private)
+            connected = socket.create_connection((one, port), TIMEOUT_S / len(found))
+            if is_tls:
+                connected = ssl.create_default_context().wrap_socket(connected, server_hostname=host)
+        # The failure of a reachable address says more than that another one is not public.
+        except InputError as exc:
+            failure = exc if one == found[0] else failure
+        except OSError as exc:
+            failure = exc
+        else:
+            connected.settimeout(TIMEOUT_S)
+            connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
+            connection.sock = connected
+            return connection
+    raise failure
+
+
+def _check_public(host: str, address: str, *, allow_private: bool) -> None:
+    """Raise InputError if an address is not public, unless private ones are allowed."""
+    parsed = ipaddress.ip_address(address)
     # An IPv4-mapped IPv6 address reaches the host of the IPv4 address that it contains.
     parsed = getattr(parsed, "ipv4_mapped", None) or parsed
     if not (allow_private or parsed.is_global):
         raise InputError(
-            f"{host} has the address {found}, which is not public. Set PERMILLE_WEBHOOK_PRIVATE=true on the "
-            "workers to allow this."
+            f"{host} has the address {address}, which is not public. Set PERMILLE_WEBHOOK_PRIVATE=true on "
+            "the workers to allow this."
         )
-    connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
-    connected = socket.create_connection((str(found), port), TIMEOUT_S)
-    if is_tls:
-        connected = ssl.create_default_context().wrap_socket(connected, server_hostname=host)
-    connection.sock = connected
-    return connection
