@@ -5,6 +5,8 @@ The rule, so that anyone can repeat it:
 1. Each text is tokenized alone, with the special tokens that the tokenizer adds. Texts are joined in order.
 2. The joined stream is cut into windows of exactly `length` tokens, from its start, without gaps or overlap.
    The rest at the end is left out, so there is no padding.
+   If a text begins with BOS, texts are not joined: a window is BOS and tokens of one text, and the rest of
+   each text is left out (`permille.beginnings`).
 3. Each of the first `POOL * n` windows (or of all windows of a smaller corpus) gets a 64-bit key, which
    Philox4x32-10 makes from the number of the window and the seed. The n windows with the smallest keys are
    chosen. If keys are equal, the earlier window is chosen.
@@ -36,8 +38,13 @@ _SEQUENCE_STREAM = (0xFFFFFFFF, 0xFFFFFFFE)
 class Tokenizer(Protocol):
     """Interface of a tokenizer, such as `permille.models.loading.FileTokenizer`."""
 
+    @property
+    def bos(self) -> tuple[int, ...]:
+        """The tokens that begin every text, often none."""
+        ...
+
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of one text."""
+        """Return the token ids of one text, with the tokens that begin it."""
         ...
 
 
@@ -68,6 +75,7 @@ def token_sequences(
             heapq.heapreplace(best, item)
     if len(best) < n:
         passed = f" beside the {skip} that are passed over" if skip else ""
+        passed += ", each within one text, as this model reads them" if tokenizer.bos else ""
         raise InputError(
             f"The corpus has {len(best)} sequences of {length} tokens{passed}, but {n} are needed. Ask for "
             "fewer or shorter sequences, or give more text."
@@ -99,11 +107,14 @@ def row_order(rows: int, taken: int, seed: int, step: int) -> NDArray[np.int64]:
 
 
 def _windows(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> Iterator[NDArray[np.int64]]:
+    bos_S = np.array(tokenizer.bos, np.int64)
+    room = length - bos_S.size
     rest = np.empty(0, np.int64)
     for text in texts:
-        joined = np.concatenate([rest, np.asarray(tokenizer.encode(text), np.int64)])
-        whole = joined.size // length * length
-        yield from joined[:whole].reshape(-1, length)
+        ids_T = np.asarray(tokenizer.encode(text), np.int64)[bos_S.size :]
+        joined = ids_T if bos_S.size else np.concatenate([rest, ids_T])
+        whole = joined.size // room * room
+        yield from (np.concatenate([bos_S, part_T]) for part_T in joined[:whole].reshape(-1, room))
         # At most `length - 1` tokens wait here, so memory does not grow with the corpus.
         rest = joined[whole:]
 

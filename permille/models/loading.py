@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from permille.beginnings import beginning, begun
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint, inside
 from permille.models.families import canonical_name
@@ -59,7 +60,11 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, *, device: str 
 
 
 class FileTokenizer:
-    """The tokenizer of a `tokenizer.json`, run by the tokenizers library in a confined child process."""
+    """The tokenizer of a `tokenizer.json`, run by the tokenizers library in a confined child process.
+
+    Attributes:
+        bos: the tokens that the model reads before every text, often none (`permille.beginnings`).
+    """
 
     def __init__(self, folder: Path) -> None:
         """Start the tokenizer.
@@ -70,11 +75,12 @@ class FileTokenizer:
         path = inside(folder, "tokenizer.json")
         if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
             raise InputError(f"tokenizer.json is larger than {MAX_TOKENIZER_BYTES} bytes: {size}")
-        self._sandbox = Sandbox(path.read_bytes)
-        _answer(self._sandbox.start)
+        files = TokenizerFiles.read(partial(_optional_file, folder))
+        self._sandbox = Sandbox(path.read_bytes, tokens=(files.special.get("bos", ""),))
+        self.bos = beginning(files, _answer(self._sandbox.start))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. Special tokens in the text are recognised.
+        """Return the ids of a text, after `bos`. Special tokens in the text are recognised.
 
         Raises:
             InputError: the tokenizer fails or breaks a limit.
@@ -82,7 +88,7 @@ class FileTokenizer:
         limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
         request = {"do": "encode", "text": text, "literal": False, "ends": True, "limit": limit}
         found = _answer(lambda: self._sandbox.ask(request, characters=len(text)))
-        return array("I", b64decode(found["ids"])).tolist()
+        return begun(array("I", b64decode(found["ids"])).tolist(), self.bos)
 
 
 class FileChat:
@@ -90,8 +96,9 @@ class FileChat:
 
     def __init__(self, folder: Path, files: TokenizerFiles) -> None:
         self._files = files
-        self._sandbox = Sandbox(inside(folder, "tokenizer.json").read_bytes)
-        _answer(self._sandbox.start)
+        load = inside(folder, "tokenizer.json").read_bytes
+        self._sandbox = Sandbox(load, tokens=(files.special.get("bos", ""),))
+        self._bos = beginning(files, _answer(self._sandbox.start))
 
     @classmethod
     def find(cls, folder: Path) -> "FileChat | None":
@@ -125,7 +132,7 @@ class FileChat:
         # The text already has the template's special tokens at both ends, so `ends` is False.
         encode = {"do": "encode", "text": text, "literal": False, "ends": False, "limit": limit}
         found = _answer(lambda: self._sandbox.ask(encode, characters=len(text)))
-        return np.array(array("I", b64decode(found["ids"])).tolist(), np.int64)
+        return np.array(begun(array("I", b64decode(found["ids"])).tolist(), self._bos), np.int64)
 
     def stop_ids(self) -> frozenset[int]:
         """Return the tokens that end an answer."""

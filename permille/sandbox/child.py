@@ -19,6 +19,8 @@ from array import array
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from itertools import takewhile
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from permille.sandbox.confinement import allow_cpu, confine
@@ -71,7 +73,10 @@ class _Child:
             return {"error": str(exc)[:500]}
 
     def load(self, size: int, tokens: list[str]) -> Answer:
-        """Load a `tokenizer.json` of `size` bytes, which follow the request. Return the ids of `tokens`."""
+        """Load a `tokenizer.json` of `size` bytes, which follow the request.
+
+        Return the ids of `tokens`, and the tokens that the tokenizer puts before a text.
+        """
         from tokenizers import Tokenizer
 
         data = sys.stdin.buffer.read(size)
@@ -84,7 +89,10 @@ class _Child:
         self._loaded.no_padding()
         added = self._loaded.get_added_tokens_decoder().values()
         self._special = [token.content for token in added if token.special and token.content]
-        return {"ids": [self._loaded.token_to_id(token) for token in tokens]}
+        probe = self._loaded.encode("a", add_special_tokens=True)
+        marked = zip(probe.ids, probe.special_tokens_mask, strict=True)
+        begins = [number for number, _ in takewhile(itemgetter(1), marked)]
+        return {"ids": [self._loaded.token_to_id(token) for token in tokens], "begins": begins}
 
     def encode(self, text: str, literal: bool, ends: bool, limit: int) -> Answer:
         """Return the ids of a text, and the start and end of each token in it.

@@ -1,8 +1,11 @@
 """Rows of up to T tokens for training steps and evaluations.
 
-- A training row packs several short documents together, which avoids padding.
+- A training row packs several short documents together, which avoids padding. If a text begins with BOS, the
+  documents of a row are sequences of their own: none attends to another.
 - An evaluation row has tokens of one document, so that its loss does not depend on other documents.
-- The first token of a document is never a target, because it would be predicted from another document.
+- The first token of a document is a target only after BOS. Otherwise, nothing or another document would
+  predict it.
+- A row that begins inside a document begins as a text in use does (`permille.beginnings`).
 - The batch of a step is a pure function of the rows, the seed and the step. So a resumed run reads the same
   batches.
 
@@ -17,18 +20,24 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.beginnings import row_spans
 from permille.zo.estimators import Batch
 from permille_agent.text.tokens import TokenizedDocument
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Up to T tokens without padding. `document_T` has the index of each token's document."""
+    """Up to T tokens without padding.
+
+    `document_T` has the index of each token's document. `breaks` are the positions where another sequence of
+    the row begins.
+    """
 
     ids_T: NDArray[np.int64]
     target_T: NDArray[np.bool_]
     bytes_T: NDArray[np.int64]
     document_T: NDArray[np.int64]
+    breaks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +59,8 @@ def document_rows(documents: Sequence[TokenizedDocument], row_tokens: int, *, fi
     """
     rows = []
     for index, document in enumerate(documents, start=first):
-        for start in range(0, len(document.ids_T), row_tokens):
-            row = _row(document, index, slice(start, start + row_tokens))
+        for span in row_spans(len(document.ids_T), row_tokens, document.bos):
+            row = _row(document, index, *span)
             # A row without a target has no loss, and would only cost time.
             if row.target_T.any():
                 rows.append(row)
@@ -92,6 +101,7 @@ def rows_in_groups(rows: Sequence[Row], tokens: int) -> list[Row]:
 def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list[Row]:
     """Pack the rows of `document_rows` into fewer rows, by best fit in decreasing length."""
     pieces = document_rows(documents, row_tokens)
+    apart = any(document.bos for document in documents)
     bins: list[list[Row]] = []
     bins_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
     # Place pieces by decreasing length. The index breaks ties, so the packing is always the same.
@@ -106,7 +116,7 @@ def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list
             place = bins_by_free[free].pop()
         bins[place].append(pieces[index])
         bins_by_free[free - length].append(place)
-    return [_joined(parts) for parts in bins]
+    return [_joined(parts, apart) for parts in bins]
 
 
 class TrainingBatches:
@@ -166,16 +176,21 @@ def evaluation_batches(rows: Sequence[Row], *, tokens: int) -> Iterator[Evaluati
 
 
 def batch_of(rows: Sequence[Row]) -> Batch:
-    """Make a batch of rows. Shorter rows are padded on the right with id 0."""
-    shape = (len(rows), max(len(row.ids_T) for row in rows))
+    """Make a batch of rows. Shorter sequences are padded on the right with id 0."""
+    pairs = zip(
+        (ids_T for row in rows for ids_T in np.split(row.ids_T, row.breaks)),
+        (target_T for row in rows for target_T in np.split(row.target_T, row.breaks)),
+        strict=True,
+    )
+    sequences = list(pairs)
+    shape = (len(sequences), max(len(ids_T) for ids_T, _ in sequences))
     input_ids_BT = np.zeros(shape, dtype=np.int64)
     attention_BT = np.zeros(shape, dtype=np.bool_)
     target_BT = np.zeros(shape, dtype=np.bool_)
-    for index, row in enumerate(rows):
-        length = len(row.ids_T)
-        input_ids_BT[index, :length] = row.ids_T
-        attention_BT[index, :length] = True
-        target_BT[index, :length] = row.target_T
+    for index, (ids_T, target_T) in enumerate(sequences):
+        input_ids_BT[index, : len(ids_T)] = ids_T
+        attention_BT[index, : len(ids_T)] = True
+        target_BT[index, : len(ids_T)] = target_T
     return Batch(input_ids_BT=input_ids_BT, attention_BT=attention_BT, target_BT=target_BT)
 
 
@@ -192,19 +207,26 @@ def rows_digest(parts: Sequence[Sequence[Row]]) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _row(document: TokenizedDocument, index: int, window: slice) -> Row:
-    target_T = document.target_T[window].copy()
+def _row(document: TokenizedDocument, index: int, context: int, first: int, last: int) -> Row:
+    bos_S = np.array(document.bos, np.int64)
+    nothing_S = np.zeros(len(bos_S), np.int64)
+    ids_T = np.concatenate([bos_S, document.ids_T[context:last]])
+    target_T = np.concatenate([nothing_S.astype(np.bool_), document.target_T[context:last]])
+    target_T[: len(bos_S) + first - context] = False
     target_T[:1] = False
-    ids_T = document.ids_T[window]
-    return Row(ids_T, target_T, document.bytes_T[window], np.full(len(ids_T), index, dtype=np.int64))
+    bytes_T = np.concatenate([nothing_S, document.bytes_T[context:last]])
+    return Row(ids_T, target_T, bytes_T, np.full(len(ids_T), index, dtype=np.int64))
 
 
-def _joined(parts: Sequence[Row]) -> Row:
+def _joined(parts: Sequence[Row], apart: bool) -> Row:
+    """Join rows end to end. If they stand `apart`, each remains a sequence of its own."""
     if len(parts) == 1:
         return parts[0]
+    lengths = np.cumsum([len(part.ids_T) for part in parts[:-1]])
     return Row(
         np.concatenate([part.ids_T for part in parts]),
         np.concatenate([part.target_T for part in parts]),
         np.concatenate([part.bytes_T for part in parts]),
         np.concatenate([part.document_T for part in parts]),
+        tuple(lengths.tolist()) if apart else (),
     )

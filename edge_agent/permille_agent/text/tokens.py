@@ -8,13 +8,14 @@ special tokens, and a chat message that contains one is refused.
 from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.beginnings import beginning, begun
 from permille.errors import InputError, PackageError
 from permille.package.reader import Package
 from permille.sandbox.process import MAX_TOKENS_A_CHARACTER, Sandbox
@@ -31,14 +32,17 @@ class TokenizedDocument:
     """The tokens of a document.
 
     Attributes:
-        ids_T: token ids, int64.
-        target_T: whether the token counts in the loss, bool. The first token never counts.
+        ids_T: token ids, int64, without `bos`.
+        target_T: whether the token counts in the loss, bool. The first token counts only after `bos`, because
+            nothing else predicts it.
         bytes_T: number of bytes of the text that the token encodes, for the loss in bits per byte, int64.
+        bos: the tokens that the model reads before every text, often none (`permille.beginnings`).
     """
 
     ids_T: NDArray[np.int64]
     target_T: NDArray[np.bool_]
     bytes_T: NDArray[np.int64]
+    bos: tuple[int, ...] = ()
 
     @property
     def targets(self) -> int:
@@ -46,10 +50,12 @@ class TokenizedDocument:
         return int(self.target_T.sum())
 
     def between(self, first: int, last: int | None) -> "TokenizedDocument":
-        """Return the tokens `first:last`. The first returned token is not a target."""
+        """Return the tokens `first:last`. A first token from inside the document is not a target."""
         target_T = self.target_T[first:last].copy()
-        target_T[:1] = False
-        return TokenizedDocument(self.ids_T[first:last], target_T, self.bytes_T[first:last])
+        target_T[: 1 if first else 0] = False
+        return replace(
+            self, ids_T=self.ids_T[first:last], target_T=target_T, bytes_T=self.bytes_T[first:last]
+        )
 
 
 class TextTokenizer:
@@ -89,6 +95,7 @@ class TextTokenizer:
         self.template = ChatTemplate(files.template, files.variables, self._sandbox)
         known = answered(self._sandbox.start, "tokenizer")
         self._bos_id: int | None = known["ids"][0] if self.bos else None
+        self._begins = beginning(files, known)
         self._eos_id: int | None = known["ids"][1] if self.eos else None
         # The answer has the ids of BOS, EOS and the ends of turns, in this order.
         found = known["ids"][1:] if self.eos else known["ids"][2:]
@@ -121,7 +128,7 @@ class TextTokenizer:
         Raises:
             InputError: the prompt gives no token.
         """
-        ids_T = self._encode_literal(text).ids_T
+        ids_T = self._encode(text, rendered=False).ids_T
         if not len(ids_T) and self._bos_id is not None:
             ids_T = np.array([self._bos_id], dtype=np.int64)
         if not len(ids_T):
@@ -172,8 +179,7 @@ class TextTokenizer:
         """
         match content:
             case PlainText(text):
-                encoding = self._encode_literal(text)
-                return _document(encoding, text, ((0, len(text)),))
+                return self._document(self._encode(text, rendered=False), text, ((0, len(text)),))
             case Completion(prompt, completion):
                 return self._completion(prompt, completion, row_tokens)
             case Conversation(messages):
@@ -181,45 +187,46 @@ class TextTokenizer:
 
     def _completion(self, prompt: str, completion: str, row_tokens: int) -> TokenizedDocument:
         text = prompt + completion
-        whole = _document(self._encode_literal(text), text, ((len(prompt), len(text)),))
+        whole = self._document(self._encode(text, rendered=False), text, ((len(prompt), len(text)),))
         if self._eos_id is not None:
-            whole = TokenizedDocument(
-                np.append(whole.ids_T, np.int64(self._eos_id)),
-                np.append(whole.target_T, True),
-                np.append(whole.bytes_T, np.int64(0)),  # EOS encodes no bytes of the text
+            whole = replace(
+                whole,
+                ids_T=np.append(whole.ids_T, np.int64(self._eos_id)),
+                target_T=np.append(whole.target_T, True),
+                bytes_T=np.append(whole.bytes_T, np.int64(0)),  # EOS encodes no bytes of the text
             )
-        if len(whole.ids_T) <= row_tokens:
+        room = row_tokens - len(whole.bos)
+        if len(whole.ids_T) <= room:
             return whole
         # The completion depends most on the end of the prompt. So keep the last tokens of the prompt, at
         # least a quarter of a row.
         first = int(np.argmax(whole.target_T))
-        kept = max(row_tokens // 4, row_tokens - (len(whole.ids_T) - first))
-        start = max(0, first - kept)
-        return TokenizedDocument(whole.ids_T[start:], whole.target_T[start:], whole.bytes_T[start:])
+        kept = max(room // 4, room - (len(whole.ids_T) - first))
+        return whole.between(max(0, first - kept), None)
 
     def _conversation(self, messages: Sequence[tuple[str, str]]) -> TokenizedDocument:
         self._refuse_special(messages)
         text, spans = self.template.render_with_targets(messages, self._learn.roles)
-        return _document(self._encode(text, rendered=True), text, spans)
+        return self._document(self._encode(text, rendered=True), text, spans)
 
-    def _encode_literal(self, text: str) -> "_Encoding":
-        """Tokenize a user's text, in which special tokens are treated as text.
-
-        BOS comes first if the tokenizer's configuration asks for it.
-        """
-        found = self._encode(text, rendered=False)
-        if not self._files.add_bos or self._bos_id is None or found.ids_T[:1].tolist() == [self._bos_id]:
-            return found
-        first = np.array([self._bos_id], dtype=np.int64)
-        nowhere = np.zeros(1, dtype=np.int64)
-        return _Encoding(
-            np.concatenate([first, found.ids_T]),
-            np.concatenate([nowhere, found.starts_T]),
-            np.concatenate([nowhere, found.ends_T]),
-        )
+    def _document(
+        self, encoding: "_Encoding", text: str, spans: Sequence[tuple[int, int]]
+    ) -> TokenizedDocument:
+        begins = len(self._begins)
+        ids_T, starts_T, ends_T = encoding.ids_T, encoding.starts_T, encoding.ends_T
+        target_T = np.zeros(len(ids_T), dtype=np.bool_)
+        for start, end in spans:
+            # A token counts if it overlaps a span. Tokens without characters, such as special ones, never do.
+            target_T |= (ends_T > start) & (starts_T < end) & (ends_T > starts_T)
+        target_T[:1] = False
+        bytes_T = token_bytes(text, ends_T)
+        return TokenizedDocument(ids_T[begins:], target_T[begins:], bytes_T[begins:], self._begins)
 
     def _encode(self, text: str, *, rendered: bool) -> "_Encoding":
-        """Tokenize a text. Special tokens are recognised only in text that a chat template rendered."""
+        """Tokenize a text, and begin it as the model reads it in use.
+
+        Special tokens are recognised only in text that a chat template rendered. Elsewhere they are text.
+        """
         limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
         own = not rendered
         request = {"do": "encode", "text": encodable(text), "literal": own, "ends": own, "limit": limit}
@@ -230,7 +237,13 @@ class TextTokenizer:
         # The child runs foreign data, so its answer is checked like any input.
         if not same or (len(found.ends_T) and found.ends_T.max() > len(text)):
             raise PackageError("tokenizer", "The tokenizer returned positions outside of the text")
-        return found
+        added = len(begun(found.ids_T.tolist(), self._begins)) - len(found.ids_T)
+        nowhere = np.zeros(added, dtype=np.int64)
+        return _Encoding(
+            np.concatenate([np.array(self._begins[:added], np.int64), found.ids_T]),
+            np.concatenate([nowhere, found.starts_T]),
+            np.concatenate([nowhere, found.ends_T]),
+        )
 
     def _ask(self, request: Mapping[str, object], characters: int) -> Mapping[str, Any]:
         return answered(lambda: self._sandbox.ask(request, characters=characters), "tokenizer")
@@ -248,16 +261,6 @@ class _Encoding:
     ids_T: NDArray[np.int64]
     starts_T: NDArray[np.int64]
     ends_T: NDArray[np.int64]
-
-
-def _document(encoding: _Encoding, text: str, spans: Sequence[tuple[int, int]]) -> TokenizedDocument:
-    ids_T, starts_T, ends_T = encoding.ids_T, encoding.starts_T, encoding.ends_T
-    target_T = np.zeros(len(ids_T), dtype=np.bool_)
-    for start, end in spans:
-        # A token counts if it overlaps a span. Tokens without characters, such as special ones, never do.
-        target_T |= (ends_T > start) & (starts_T < end) & (ends_T > starts_T)
-    target_T[:1] = False
-    return TokenizedDocument(ids_T, target_T, token_bytes(text, ends_T))
 
 
 def package_tokenizer(package: Package, learn: Learn = Learn.ASSISTANT) -> TextTokenizer:

@@ -12,6 +12,8 @@ from permille.errors import InputError
 class Letters:
     """A tokenizer with one token per character, after a 1 at the beginning of each text."""
 
+    bos: tuple[int, ...] = ()
+
     def encode(self, text: str) -> list[int]:
         return [1, *map(ord, text)]
 
@@ -96,3 +98,21 @@ def test_a_corpus_that_is_too_small_is_refused_with_what_it_holds() -> None:
 def test_numbers_out_of_range_are_refused(n: int, length: int, seed: int, skip: int) -> None:
     with pytest.raises(InputError, match="expected n >= 1"):
         token_sequences(Letters(), texts(100), n, length, seed, skip=skip)
+
+
+class BegunLetters(Letters):
+    """The same tokenizer of a model that reads a 1 before every text."""
+
+    bos = (1,)
+
+
+def test_windows_of_a_model_with_bos_begin_with_it_and_hold_one_text_each() -> None:
+    parts = texts(300, 20)  # each gives two windows of 1 + 7 letters, and a rest of 6
+    found = token_sequences(BegunLetters(), parts, 30, 8, seed=0)
+    assert found.tolist() == [[1, *map(ord, part[start : start + 7])] for part in parts for start in (0, 7)]
+
+
+def test_texts_that_are_shorter_than_a_window_are_named_as_the_reason_for_a_model_with_bos() -> None:
+    with pytest.raises(InputError, match="0 sequences of 32 tokens, each within one text"):
+        token_sequences(BegunLetters(), texts(3000, 20), 2, 32, seed=0)
+    assert len(token_sequences(Letters(), texts(3000, 20), 2, 32, seed=0)) == 2

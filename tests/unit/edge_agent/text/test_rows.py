@@ -1,6 +1,7 @@
 """Tests of rows and batches: no lost target, no prediction across documents, order by seed and step."""
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -137,3 +138,45 @@ def test_pieces_of_rows_are_equal_and_no_two_rows_share_one() -> None:
     counts = [np.bincount(each.document_T[each.target_T]).tolist() for each in cut]
     assert [[n for n in one if n] for one in counts] == [[64, 63], [20], [95], [48, 48]]
     assert [int(each.document_T[each.target_T].max()) for each in cut] == [1, 2, 3, 5]
+
+
+def _begun_documents(lengths: list[int]) -> list[TokenizedDocument]:
+    """Documents of a model that reads a 2 before every text, and predicts the first token from it."""
+    return [
+        replace(document, bos=(2,), target_T=np.ones(len(document.ids_T), np.bool_))
+        for document in _documents(lengths)
+    ]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(6, 16))
+def test_with_bos_every_sequence_of_a_batch_begins_with_it_and_holds_one_document(
+    lengths: list[int], width: int
+) -> None:
+    documents = _begun_documents(lengths)
+    for rows in (document_rows(documents, width), packed_rows(documents, width)):
+        assert max(len(row.ids_T) for row in rows) <= width
+        batch = batch_of(rows)
+        counted = []
+        for ids_T, attention_T, target_T in zip(
+            batch.input_ids_BT, batch.attention_BT, batch.target_BT, strict=True
+        ):
+            read_T = ids_T[attention_T]
+            assert read_T[0] == 2
+            assert (np.diff(read_T[1:]) == 1).all()  # ids count on through a document, and jump between two
+            counted += ids_T[target_T].tolist()
+        # Every token of the text counts once, also the first one, and no token of context.
+        assert sorted(counted) == [i for document in documents for i in document.ids_T.tolist()]
+
+
+def test_short_documents_with_bos_share_the_work_of_a_row_but_not_its_attention() -> None:
+    rows = packed_rows(_begun_documents([7, 2, 4]), 8)
+    assert [row.breaks for row in rows] == [(), (5,)]
+    assert [row.ids_T.tolist() for row in rows][1] == [2, 19, 20, 21, 22, 2, 17, 18]
+    assert batch_of(rows).input_ids_BT.shape == (3, 8)
+
+
+def test_a_document_that_lost_its_beginning_has_no_target_without_a_predecessor() -> None:
+    [document] = _begun_documents([9])
+    kept = document.between(4, None)
+    assert (kept.bos, kept.target_T.tolist()) == ((2,), [False, True, True, True, True])
+    assert document.between(0, -4).target_T.all()

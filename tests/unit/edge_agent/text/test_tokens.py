@@ -149,10 +149,23 @@ def test_a_message_with_a_special_token_is_refused() -> None:
 
 
 def test_a_beginning_token_is_added_where_the_configuration_wants_it() -> None:
-    document = TextTokenizer(_files(add_bos_token=True)).tokenize(PlainText("a b"), row_tokens=64)
-    assert document.ids_T[0] == 0
-    assert document.target_T.tolist() == [False] + [True] * (len(document.ids_T) - 1)
+    tokenizer = TextTokenizer(_files(add_bos_token=True, chat_template="{{ messages[0].content }}"))
+    document = tokenizer.tokenize(PlainText("a b"), row_tokens=64)
+    assert document.bos == (0,)
+    # BOS predicts the first token of the text, so this token counts, too.
+    assert document.target_T.all()
     assert document.bytes_T.sum() == 3
+    conversation = tokenizer.tokenize(Conversation((("user", "a"), ("assistant", "b"))), row_tokens=64)
+    assert conversation.bos == (0,)
+    for ids_T in (tokenizer.prompt("a b"), tokenizer.prompt(""), tokenizer.chat_prompt((("user", "a b"),))):
+        assert ids_T[0] == 0
+        assert 0 not in ids_T[1:]
+
+
+def test_a_template_that_writes_bos_does_not_double_it() -> None:
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    tokenizer = TextTokenizer(_files(add_bos_token=True, chat_template=template))
+    assert tokenizer.chat_prompt((("user", "a b"),)).tolist() == tokenizer.prompt("a b").tolist()
 
 
 def test_the_named_default_template_of_a_list_is_used() -> None:

@@ -1,0 +1,69 @@
+"""The beginning of a text: the tokens that a model reads first in use, which are BOS or none.
+
+`llama.cpp`, Ollama and transformers put BOS before a text if the tokenizer asks for it. A model that was
+trained so reads a text without BOS badly. So every row of tokens begins as a text in use does:
+
+    bos = beginning(files, answer)        # (2,) for Gemma, () for SmolLM2
+    for context, first, last in row_spans(300, 128, bos):
+        ids_T = [*bos, *document[context:last]]     # the tokens `first:last` count in the loss
+
+- A row has tokens of one document, because in use no text follows another one's BOS.
+- A row that begins inside a document has some of the tokens before it as context, which does not count in the
+  loss. In use, too, a token follows the text before it.
+- Models without BOS have no context, and several documents may share a row.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from permille.tokenizer_files import TokenizerFiles
+
+CONTEXT_SHARE = 4
+"""A row that begins inside a document has one token of context for this number of its tokens."""
+
+
+def beginning(files: TokenizerFiles, loaded: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that a model reads before every text.
+
+    Args:
+        files: the files beside the tokenizer.
+        loaded: the answer of `Sandbox.start` for this tokenizer. The first of its tokens is `bos`.
+    """
+    begins, bos = tuple(loaded["begins"]), loaded["ids"][0]
+    # Some tokenizers leave BOS to the program, and ask for it in `tokenizer_config.json`.
+    return (bos,) if not begins and files.add_bos and files.special.get("bos") and bos is not None else begins
+
+
+def begun(ids: Sequence[int], bos: tuple[int, ...]) -> list[int]:
+    """Return the ids of a text with BOS, once.
+
+    Example:
+        >>> begun([5, 6], (2,)), begun([2, 5, 6], (2,)), begun([5, 6], ())
+        ([2, 5, 6], [2, 5, 6], [5, 6])
+    """
+    return list(ids) if tuple(ids[: len(bos)]) == bos else [*bos, *ids]
+
+
+def row_spans(tokens: int, row_tokens: int, bos: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Cut a document into rows. Yield (context, first, last) for each row.
+
+    The row is `bos` and the tokens `context:last` of the document, at most `row_tokens` together. The tokens
+    `first:last` are in no other row. The tokens `context:first` were in the row before it.
+
+    Args:
+        tokens: the number of tokens of the document, without BOS.
+        row_tokens: the length of the longest row.
+        bos: the beginning of a text.
+
+    Example:
+        >>> list(row_spans(10, 4, ())), list(row_spans(10, 5, (2,)))
+        ([(0, 0, 4), (4, 4, 8), (8, 8, 10)], [(0, 0, 4), (3, 4, 7), (6, 7, 10)])
+    """
+    room = row_tokens - len(bos)
+    context = room // CONTEXT_SHARE if bos else 0
+    first = 0
+    while first < tokens:
+        before = min(first, context)
+        last = min(tokens, first - before + room)
+        yield first - before, first, last
+        first = last
