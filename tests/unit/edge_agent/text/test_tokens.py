@@ -149,7 +149,8 @@ def test_a_message_with_a_special_token_is_refused() -> None:
 
 
 def test_a_beginning_token_is_added_where_the_configuration_wants_it() -> None:
-    tokenizer = TextTokenizer(_files(add_bos_token=True, chat_template="{{ messages[0].content }}"))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer = TextTokenizer(_files(add_bos_token=True, chat_template=template))
     document = tokenizer.tokenize(PlainText("a b"), row_tokens=64)
     assert document.bos == (0,)
     # BOS predicts the first token of the text, so this token counts, too.
