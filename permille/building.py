@@ -9,6 +9,7 @@ The calls do what the service's jobs do, in one process and without a service. I
 """
 
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,7 +118,7 @@ def sensitivity_mask(
 
     The score of a weight is the mean of its squared gradient over sequences ("Zeroth-order
     fine-tuning of LLMs with extreme sparsity", section 3). Only linear layers are scored. Weights
-    that are 0 are not chosen.
+    that are 0 are not chosen. A warning says when the model reads the text unusually badly.
 
     Args:
         model: a model from `load_model`.
@@ -133,16 +134,18 @@ def sensitivity_mask(
     _check_model(model)
     from permille.corpora.sequences import token_sequences
     from permille.models import loading
+    from permille.sensitivity.base_check import check_base, remarks
     from permille.sensitivity.fisher import fisher_scores
     from permille.sensitivity.masks import count, select_mask
 
     count(density, 1)  # refuses a wrong density before scoring, which takes minutes
     checkpoint = Checkpoint(model.folder)
     length = _length(checkpoint, tokens)
-    sequences_NT = token_sequences(
-        loading.FileTokenizer(model.folder), _checked(texts), sequences, length, seed
-    )
-    scores = fisher_scores(loading.load_model(model.folder), sequences_NT)
+    tokenizer, opened = loading.FileTokenizer(model.folder), loading.load_model(model.folder)
+    sequences_NT = token_sequences(tokenizer, _checked(texts), sequences, length, seed)
+    for remark in remarks(check_base(opened, sequences_NT, bos=tokenizer.known_bos)):
+        warnings.warn(remark, stacklevel=2)
+    scores = fisher_scores(opened, sequences_NT)
     # Zeros of a sparse model stay zeros, as in the service's masks.
     indices = select_mask(scores, MaskMethod.FISHER, density, weights=checkpoint.weights())
     return ChosenMask(indices=indices, method=MaskMethod.FISHER, density=density)

@@ -36,7 +36,14 @@ from permille_agent.state.models import InstalledRelease
 from permille_agent.text.documents import Document, Learn
 from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, prepare
 from permille_agent.text.reading import DataReport, read_documents
-from permille_agent.text.rows import Row, TrainingBatches, batch_of, document_rows, packed_rows
+from permille_agent.text.rows import (
+    Row,
+    TrainingBatches,
+    batch_of,
+    document_rows,
+    evaluation_batches,
+    packed_rows,
+)
 from permille_agent.text.tokens import TextTokenizer, TokenizedDocument, package_tokenizer
 from permille_agent.training.evaluation import (
     DocumentLosses,
@@ -74,6 +81,7 @@ __all__ = [
     "compare_losses",
     "document_losses",
     "document_rows",
+    "evaluation_batches",
     "install_package",
     "join_federation",
     "list_runs",

@@ -64,6 +64,7 @@ class FileTokenizer:
 
     Attributes:
         bos: the tokens that the model reads before every text, often none (`permille.beginnings`).
+        known_bos: the model's BOS, also if its texts do not begin with it. None if it has none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,7 +78,9 @@ class FileTokenizer:
             raise InputError(f"tokenizer.json is larger than {MAX_TOKENIZER_BYTES} bytes: {size}")
         files = TokenizerFiles.read(partial(_optional_file, folder))
         self._sandbox = Sandbox(path.read_bytes, tokens=(files.special.get("bos", ""),))
-        self.bos = beginning(files, _answer(self._sandbox.start))
+        loaded = _answer(self._sandbox.start)
+        self.bos = beginning(files, loaded)
+        self.known_bos: int | None = loaded["ids"][0]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, after `bos`. Special tokens in the text are recognised.

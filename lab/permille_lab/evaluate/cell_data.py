@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
+from permille.models.loading import FileTokenizer
 from permille.token_bytes import token_bytes
 from permille.zo.estimators import Batch
 from permille_lab.tasks.examples import BadRow, Example
@@ -35,9 +36,7 @@ class Encoder:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "</s>" in a text is plain text
-        plain, special = self("a"), tuple(self._tokenizer.encode("a").ids)
-        begins = len(special) > len(plain) and special[1 : 1 + len(plain)] == plain
-        self.begin: int | None = special[0] if begins else None
+        self.begin: int | None = next(iter(FileTokenizer(folder).bos), None)
 
     def __call__(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -44,7 +44,6 @@ from numpy.typing import NDArray
 from permille.choices import AdapterKind, Embeddings, EstimatorKind
 from permille.engines.factory import LIGHT, open_engine
 from permille.engines.interface import Engine
-from permille.models.loading import FileTokenizer
 from permille.package.build import ChosenAdapter
 from permille.zo.estimators import Batch
 from permille_agent.embed import (
@@ -57,6 +56,7 @@ from permille_agent.embed import (
 from permille_lab.engine import gradients
 from permille_lab.engine.decode import llama_cpp_seconds, token_seconds
 from permille_lab.engine.sizes import Sizes
+from permille_lab.evaluate.cell_data import Encoder
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.dense import dense_model, mean_loss
 from permille_lab.measuring.machine import AnonymousPeak, machine, resident
@@ -201,8 +201,8 @@ class Bench:
             values_K, _ = self.kept(self.state(self.subject.study.person(user))[0])
         pool = read_file(task, path).examples
         items = split(pool, 0, sizes=(1, 1, min(_ITEMS, len(pool) - 2))).test
-        encode = FileTokenizer(self.subject.folder).encode
-        choices = [encode_example(item, encode, begin=None, max_tokens=LONGEST) for item in items]
+        encoder = Encoder(self.subject.folder)
+        choices = [encode_example(item, encoder, begin=encoder.begin, max_tokens=LONGEST) for item in items]
         scored = score(partial(self.engine.token_losses, values_K), choices)
         return {"correct": [int(right) for right in scored.correct_N], "loss": scored.loss}
 

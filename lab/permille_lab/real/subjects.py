@@ -34,6 +34,7 @@ from permille_agent.embed import (
     TrainOptions,
     document_losses,
     document_rows,
+    evaluation_batches,
     package_tokenizer,
 )
 from permille_lab.measuring.model_packages import Sources, model_package
@@ -115,22 +116,22 @@ def gardener() -> User:
 
 
 def general_batches(model: Path, data: Path) -> list[Batch]:
-    """Return public text that no training uses: 2,560 tokens each of WikiText-2 and of the end of C4."""
+    """Return public text that no training uses: 2,560 tokens each of WikiText-2 and of the end of C4.
+
+    Rows begin as the model reads a text in use.
+    """
     tokenizer = FileTokenizer(model)
     wiki = (data / "text/wikitext-2/wiki.test.raw").read_text()[: 8 * _GENERAL_TOKENS]
     with (data / "text/c4_en/c4_sample.jsonl").open() as file:
         c4 = "\n".join(json.loads(line)["text"] for line in list(file)[-32:])[: 8 * _GENERAL_TOKENS]
     batches = []
     for text in (wiki, c4):
-        ids_NT = np.array(tokenizer.encode(text)[:_GENERAL_TOKENS], np.int64).reshape(-1, _GENERAL_ROW)
-        for rows_NT in np.array_split(ids_NT, len(ids_NT) // 2):
-            target_NT = np.ones(rows_NT.shape, np.bool_)
-            target_NT[:, 0] = False
-            batches.append(
-                Batch(
-                    input_ids_BT=rows_NT, attention_BT=np.ones(rows_NT.shape, np.bool_), target_BT=target_NT
-                )
-            )
+        begins = len(tokenizer.bos)
+        ids_T = np.array(tokenizer.encode(text)[begins : begins + _GENERAL_TOKENS], np.int64)
+        target_T = np.arange(len(ids_T)) >= (0 if begins else 1)
+        document = TokenizedDocument(ids_T, target_T, np.zeros_like(ids_T), tokenizer.bos)
+        rows = document_rows([document], _GENERAL_ROW)
+        batches += [part.batch for part in evaluation_batches(rows, tokens=2 * _GENERAL_ROW)]
     return batches
 
 

@@ -1,5 +1,6 @@
 """The mask job: score the weights of a model, select the mask, and write a report about it."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.digests import JSON
+from permille.files import write_atomic
 from permille.models.families import scoped_tensors
 from permille.package.layers import write_mask
 from permille.package.manifest import decimal_text
@@ -39,6 +41,7 @@ class _Scored:
     tensors: Tensors
     provenance: Mapping[str, JSON]
     corpus_read: dict[str, object] | None = None
+    base: dict[str, object] | None = None
 
 
 def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
@@ -78,7 +81,8 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
         "versions": versions(),
         **scored.provenance,
     }
-    content = {**report, "score": score, "corpus": scored.corpus_read, "provenance": provenance}
+    read = {"corpus": scored.corpus_read, "base": scored.base}
+    content = {**report, "score": score, **read, "provenance": provenance}
     return publishes(
         context,
         TaskResult(
@@ -93,6 +97,7 @@ def run(context: TaskContext, request: Request) -> Publish | PartsToAdd:
 
 def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -> _Scored | PartsToAdd:
     drawn = shard.drawn_before(context) or _draw(context, model, request)
+    base = _check_base(context, model, drawn)
     work = fisher_work(drawn.tokens_NT.size, model.checkpoint.parameters)
     if request.sequences > SHARD_SEQUENCES and work > context.settings.fisher_split_flops:
         found = shard.split_or_join(context, request, drawn)
@@ -111,7 +116,28 @@ def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate)
             "versions": versions("torch", "transformers", "tokenizers"),
         },
         corpus_read=drawn.read,
+        base=base,
     )
+
+
+def _check_base(context: TaskContext, model: SourceModel, drawn: shard.Drawn) -> dict[str, object]:
+    """Measure the base once a job, and tell the operator what is odd before the long work begins."""
+    from permille.models.loading import FileTokenizer
+    from permille.sensitivity.base_check import check_base, remarks
+    from permille_workers.tasks.compute import open_torch_model
+
+    known = context.work_folder / "base.json"
+    if known.exists():
+        return dict(json.loads(known.read_bytes()))
+    context.progress(0.02, "measuring the base")
+    opened = open_torch_model(context, model.checkpoint, drawn.tokens_NT.shape[1])
+    losses = check_base(opened, drawn.tokens_NT, bos=FileTokenizer(model.checkpoint.folder).known_bos)
+    found = [*remarks(losses)]
+    words = f"base: loss {losses['loss']:.3f} nats per token on the corpus."
+    context.progress(0.02, " ".join([words, *found]))
+    report = {**losses, "remarks": found}
+    write_atomic(known, json.dumps(report).encode())
+    return report
 
 
 def _draw(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -> shard.Drawn:
