@@ -18,6 +18,7 @@ from unittest.mock import patch
 import httpx
 
 from permille_service.cli.main import main
+from tests.preloaded import Process, children, run
 
 STOP_S = 60.0
 UP = (sys.executable, "-m", "permille_service.cli.main", "up")
@@ -33,8 +34,7 @@ class Running:
     @property
     def api_pid(self) -> int:
         """Return the process id of the API, the first child of `permille up`."""
-        pid = self.process.pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        return children(self.process.pid)[0]
 
     def client(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.token}"}
@@ -61,10 +61,7 @@ def permille(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def permille_up(*options: str) -> subprocess.CompletedProcess[str]:
     """Run `permille up` as a process and wait for its end."""
-    command = [*UP, *options]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=environment(), timeout=120, check=False
-    )
+    return run([*UP, *options], env=environment())
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -77,10 +74,12 @@ def environment(**more: str) -> dict[str, str]:
 def running_service(folder: Path, *options: str, **settings: str) -> Iterator[Running]:
     """Run `permille up` with its data below `folder`. Stop it by SIGTERM at the end.
 
-    If `files` is among the settings, each of its processes may open that number of files.
+    If `files` is among the settings, each of its processes may open that number of files. If `real` is, the
+    processes are started for real, and not forked from a preloaded one.
     """
     data_dir, files = folder / "data", settings.pop("files", None)
-    process = subprocess.Popen(
+    start = subprocess.Popen if settings.pop("real", None) else Process
+    process = start(
         [*UP, "--data-dir", str(data_dir), "--port", "0", "--json", *options],
         stdout=subprocess.PIPE,
         stderr=(folder / "up.log").open("w"),

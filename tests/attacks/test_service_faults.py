@@ -28,6 +28,7 @@ from tests.acceptance.test_restore import add, commands, publish, type_in
 from tests.api_service import Api, TestDevice, running_api
 from tests.attacks.test_full_disk import fill, small_disk
 from tests.integration.job_site import stopped_unlocked
+from tests.preloaded import children
 from tests.running_service import Running, environment, running_service
 from tests.tiny_model import write_model
 from tests.unit.store.conftest import Clock
@@ -273,8 +274,7 @@ def _check_timestamp(client: httpx.Client, shift: timedelta) -> None:
 
 
 def _worker_pid(running: Running) -> int:
-    pid = running.process.pid
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[1])
+    return children(running.process.pid)[1]
 
 
 @pytest.mark.attack(19, "a worker goes on while a newer version has changed the schema")

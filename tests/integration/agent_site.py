@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.preloaded import Process
+
 ROOT = Path(__file__).parents[2]
 
 # The interpreter loads this first. It records the addresses of connections and the names of look-ups.
@@ -59,7 +61,7 @@ class AgentSite:
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         """Start a command."""
-        return subprocess.Popen(
+        return Process(
             [sys.executable, "-m", "permille_agent", "--home", str(self.home), *arguments],
             env=self._environment,
             cwd=self.home.parent,

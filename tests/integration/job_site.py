@@ -22,6 +22,7 @@ from permille.store.jobs.transitions import NewJob
 from permille.store.migrations.schema import migrate
 from permille.store.tables import Artifact, Job
 from tests.ports import free_port
+from tests.preloaded import Process
 
 TIMEOUT_S = 240.0
 
@@ -60,7 +61,7 @@ class Site:
         module = ["permille_workers"] if real else ["tests.integration.job_tasks", "worker"]
         command = [sys.executable, "-m", *module]
         with (self.root / "worker.log").open("ab") as log:
-            process = subprocess.Popen(command, env=self.environment(), stdout=log, stderr=log)
+            process = Process(command, env=self.environment(), stdout=log, stderr=log)
         self.processes.append(process)
         return process
 

@@ -20,6 +20,7 @@ from permille_agent.state.models import active_model, installed_release
 from tests.device_service import CODE, DeviceService, Fault, serving
 from tests.integration.agent_site import ROOT, AgentSite
 from tests.packages import sentences, tiny_package
+from tests.preloaded import Process
 
 SEED = 7
 
@@ -101,7 +102,7 @@ class Daemons:
 
     def start(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "tests.bigram_daemon", str(self.home.root), str(self.STEPS)]
-        return subprocess.Popen(command, cwd=ROOT, stdout=self._log.open("ab"), stderr=subprocess.STDOUT)
+        return Process(command, cwd=ROOT, stdout=self._log.open("ab"), stderr=subprocess.STDOUT)
 
     def finish(self) -> None:
         with self.start() as process:

@@ -19,6 +19,7 @@ from permille.store.tables import Participation
 from tests.api_service import Api, running_api
 from tests.federation_processes import API_STEPS, WORKER_STEPS
 from tests.federations import Site, make_site
+from tests.preloaded import Process
 from tests.running_service import environment
 from tests.unit.store import postgres
 
@@ -41,7 +42,7 @@ def process(name: str, api: Api, step: str, mark: Path) -> Iterator["subprocess.
     }
     command = [sys.executable, "-m", "tests.federation_processes", name]
     with (mark.parent / f"{name}.log").open("ab") as log:
-        made = subprocess.Popen(command, env=environment(**settings), stdout=log, stderr=log)
+        made = Process(command, env=environment(**settings), stdout=log, stderr=log)
     try:
         yield made
     finally:

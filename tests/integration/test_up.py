@@ -16,6 +16,7 @@ import pytest
 from permille_service.cli.exits import CommandError
 from permille_service.cli.main import main
 from permille_service.cli.up import Supervised
+from tests.preloaded import children
 from tests.running_service import permille_up, running_service
 
 
@@ -36,21 +37,21 @@ def test_a_second_up_on_a_data_folder_or_port_is_refused(tmp_path: Path) -> None
 
 
 def test_processes_that_are_killed_start_again_where_they_were(tmp_path: Path) -> None:
-    with running_service(tmp_path) as running:
-        api, worker = _children(running.process.pid)
+    with running_service(tmp_path, real="yes") as running:
+        api, worker = children(running.process.pid)
         os.kill(worker, signal.SIGKILL)
         os.kill(api, signal.SIGKILL)
         log = tmp_path / "up.log"
         _wait_until(lambda: log.read_text().count("starting it again") >= 2)
         assert "the worker ended with SIGKILL: starting it again in 0.5 s" in log.read_text()
         assert "the API ended with SIGKILL" in log.read_text()
-        _wait_until(lambda: len(_children(running.process.pid)) == 2)
+        _wait_until(lambda: len(children(running.process.pid)) == 2)
         _wait_until(lambda: running.permille("models", "list").returncode == 0)
         assert (running.data_dir / "service.url").read_text().strip() == running.url
-        children = _children(running.process.pid)
+        started = children(running.process.pid)
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(60) == 0
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
     assert not (running.data_dir / "service.url").exists()
 
 
@@ -74,23 +75,23 @@ def test_a_process_that_keeps_ending_is_given_up() -> None:
 
 def test_up_stops_both_processes_and_cleans_up(tmp_path: Path) -> None:
     with running_service(tmp_path) as running:
-        children = _children(running.process.pid)
-        assert len(children) == 2
+        started = children(running.process.pid)
+        assert len(started) == 2
         assert httpx.get(f"{running.url}/v1/health", timeout=60.0).json()["status"] == "ok"
         running.process.send_signal(signal.SIGINT)
         assert running.process.wait(60) == 0
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
     assert not (tmp_path / "data" / "service.url").exists()
     assert (tmp_path / "data" / "operator.token").stat().st_mode & 0o777 == 0o600
 
 
 def test_killed_up_leaves_no_process_behind(tmp_path: Path) -> None:
     with running_service(tmp_path) as running:
-        children = _children(running.process.pid)
-        assert len(children) == 2
+        started = children(running.process.pid)
+        assert len(started) == 2
         running.process.kill()
         running.process.wait(60)
-    _wait_until(lambda: not any(map(_alive, children)))
+    _wait_until(lambda: not any(map(_alive, started)))
 
 
 def test_open_bind_without_tls_is_wrong_usage(tmp_path: Path) -> None:
@@ -160,11 +161,6 @@ def _self_signed(folder: Path, name: str) -> tuple[Path, Path]:
         capture_output=True,
     )
     return certificate, key
-
-
-def _children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(part) for part in text.split()]
 
 
 def _wait_until(true: Callable[[], bool]) -> None:
