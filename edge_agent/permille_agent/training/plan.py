@@ -174,11 +174,9 @@ def budget_of_time(
 def _plan(run: Run) -> Plan:
     options, losses = run.options, dict[int, float | None]()
     if options.has_log:
-        run.progress.phase("finding epsilon")
         probe = find_epsilon(run)
         epsilon, error = probe.epsilon, probe.relative_error or 0.0
         budget = _budget(run, epsilon)
-        run.progress.phase("finding the step size")
         found = find_step_size(run, epsilon, budget.trial_steps)
         rate, losses = found.learning_rate, found.losses
     else:

@@ -143,6 +143,7 @@ def find_step_size(run: Run, epsilon: float, trial_steps: int) -> StepSize:
 
 def _trial(run: Run, epsilon: float, learning_rate: float, steps: int) -> LossFound:
     """Make a few steps from the base with one learning rate, and return the loss of the last state."""
+    run.progress.phase(f"finding the step size: a trial of {learning_rate:.2g}")
     descent = run.descent(
         # Use the same directions in all trials, so that only the learning rate differs.
         seed=search_seed(run.options.seed, "race"),
@@ -154,7 +155,9 @@ def _trial(run: Run, epsilon: float, learning_rate: float, steps: int) -> LossFo
     descent = with_step_unit(descent)
     header, s_K = descent.header, np.zeros(run.package.k, dtype=np.int64)
     for step in range(steps):
-        apply_record(s_K, run.take_step(descent, s_K, step), header)
+        record = run.take_step(descent, s_K, step)
+        apply_record(s_K, record, header)
+        run.progress.step(step + 1, steps, record.loss)
     return _loss_found(run, values(run.w_base_K, s_K, header.step_unit_exponent))
 
 
@@ -202,11 +205,13 @@ def _projected(run: Run, epsilon: float) -> list[float]:
     """Estimate projected gradients at the base, on the first batches and along the search's directions."""
     # Use the same directions for every epsilon, so that the results can be compared.
     seed = search_seed(run.options.seed, "probe")
+    run.progress.phase(f"finding epsilon: derivatives at {epsilon:.2g}")
     descent = run.descent(seed=seed, epsilon=epsilon, total_steps=PROBE_STEPS)
     s_K = np.zeros(run.package.k, dtype=np.int64)
     scalars: list[float] = []
     for step in range(PROBE_STEPS):
-        _, g_Q = estimate(run.engine, run.batches(step), descent, s_K, step)
+        loss, g_Q = estimate(run.engine, run.batches(step), descent, s_K, step)
+        run.progress.step(step + 1, PROBE_STEPS, loss)
         scalars += g_Q.tolist()
     return scalars
 

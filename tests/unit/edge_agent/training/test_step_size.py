@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from numpy.typing import NDArray
 from permille.choices import EstimatorKind
 from permille.package.reader import Package
 from permille.zo.estimators import Batch
-from permille_agent.training.run import Run
+from permille_agent.training.run import Run, RunFolder
 from permille_agent.training.step_size import (
     EPSILON_NORM,
+    PROBE_STEPS,
     STEP_NORM,
     TRIAL_FACTOR,
     SearchFailed,
@@ -75,6 +77,36 @@ def test_epsilon_starts_at_a_norm_of_a_half(package: Package, tmp_path: Path) ->
     assert found.epsilon * math.sqrt(package.k) == pytest.approx(EPSILON_NORM)
     assert found.g_rms == pytest.approx(0.5, rel=1e-3)
     assert (found.relative_error or 0.0) < 1e-3
+
+
+class Told:
+    """A progress display that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def phase(self, name: str) -> None:
+        self.lines.append(name)
+
+    def step(self, done: int, total: int, loss: float) -> None:
+        self.lines.append(f"{done} of {total}")
+
+    def evaluated(self, step: int, loss: float, first_loss: float) -> None: ...
+
+
+def test_the_search_shows_its_trials_and_their_steps(package: Package, tmp_path: Path) -> None:
+    run = _begin(package, tmp_path, lambda d: 3.0 + 0.5 * float(d[0]), estimator=SPSA)
+    told = Told()
+    found = find_step_size(replace(run, progress=told), find_epsilon(run).epsilon, trial_steps=2)
+    rates = [found.start * TRIAL_FACTOR**power for power in (-1, 0, 1)]
+    tried = [f"finding the step size: a trial of {rate:.2g}" for rate in rates]
+    assert [line for line in told.lines if line in tried] == tried
+    assert [told.lines.count(f"{step} of 2") for step in (1, 2)] == [len(found.losses)] * 2
+    told.lines.clear()
+    (tmp_path / "another").mkdir()
+    find_epsilon(replace(run, progress=told, folder=RunFolder(tmp_path / "another")))
+    assert told.lines[0].startswith("finding epsilon: derivatives at ")
+    assert told.lines[-1] == f"{PROBE_STEPS} of {PROBE_STEPS}"
 
 
 def test_epsilon_shrinks_where_the_loss_is_too_curved(package: Package, tmp_path: Path) -> None:
