@@ -27,13 +27,17 @@ instead.
 
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from sqlalchemy import (
+    URL,
     ColumnElement,
     Connection,
     Engine,
@@ -47,7 +51,7 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.compiler import SQLCompiler
@@ -61,13 +65,32 @@ Clock = Callable[[], datetime]
 Answer = TypeVar("Answer")
 Columns = TypeVarTuple("Columns")
 
-# The longest time that a writer of SQLite waits for another writer.
-BUSY_TIMEOUT_MS = 30_000
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """The longest times that a statement waits. After them, it fails with an OperationalError.
+
+    Attributes:
+        lock_s: the time for which it waits for a lock. SQLite has one lock for all writers, so its writers
+            wait twice as long.
+        answer_s: the time for which it waits for PostgreSQL in all. None: no limit.
+    """
+
+    lock_s: float
+    answer_s: float | None
+
+
+REQUESTS = Patience(lock_s=2.0, answer_s=15.0)
+"""For threads that answer requests. All of them may wait for one lock, and then others wait for a thread."""
+JOBS = Patience(lock_s=15.0, answer_s=300.0)
+MIGRATION = Patience(lock_s=60.0, answer_s=None)
+"""For migrations, which wait for each other and may rewrite a large table."""
 # Timeout in seconds for a connection to PostgreSQL, unless the address sets `?connect_timeout=`.
-CONNECT_S = 10
+CONNECT_S = 5
 _PROBE_BYTES = 16 * 1024
 # SQLSTATE `disk_full`.
 _POSTGRES_FULL = "53100"
+_FORMS = "Write sqlite:////path/of/file.db, or postgresql+psycopg://user:password@host/name."
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
 # The size of the pool, and how many connections may be open beyond it. Their sum is 41: one for each of the
@@ -105,6 +128,7 @@ class Database:
     Args:
         url: `sqlite:////absolute/path.db` or `postgresql+psycopg://...`.
         clock: replaces the database's clock in tests.
+        patience: how long statements wait.
 
     Example:
 
@@ -113,10 +137,10 @@ class Database:
             page = rows.list_all(session, tables.Model, tenant_id=tenant.id)
     """
 
-    def __init__(self, url: str, *, clock: Clock | None = None) -> None:
+    def __init__(self, url: str, *, clock: Clock | None = None, patience: Patience = JOBS) -> None:
         self.url = url
         self._clock = clock
-        self._engine = make_engine(url)
+        self._engine = make_engine(url, patience)
         self._writer = self._engine.execution_options(permille_begin="IMMEDIATE")
 
     @contextmanager
@@ -210,14 +234,20 @@ def check_writable(db: Database) -> None:
         session.merge(Probe(id=1, filler=os.urandom(_PROBE_BYTES), written_at=now(session)))
 
 
-def make_engine(url: str) -> Engine:
-    """Return an engine with our settings for SQLite: WAL, full sync, foreign keys and explicit BEGIN."""
-    parsed = make_url(url)
+def make_engine(url: str, patience: Patience = JOBS) -> Engine:
+    """Return an engine with our settings.
+
+    On SQLite, these are WAL, full sync, foreign keys and explicit BEGIN. On PostgreSQL, each transaction
+    starts with its timeouts.
+    """
+    parsed = parse_url(url)
     common: dict[str, Any] = {
         # Errors are logged. Without this setting, they would quote values that devices have reported.
         "hide_parameters": True,
         "pool_size": _CONNECTIONS,
         "max_overflow": _MORE_CONNECTIONS,
+        # A request must not wait longer for a connection than for a lock.
+        "pool_timeout": patience.lock_s,
         # Reuse the most recently used connection first. The server can then close the idle ones.
         "pool_use_lifo": True,
     }
@@ -225,14 +255,17 @@ def make_engine(url: str) -> Engine:
         if "connect_timeout" not in parsed.query:
             parsed = parsed.update_query_dict({"connect_timeout": str(CONNECT_S)})
         # A restart of PostgreSQL breaks pooled connections, so each is tested before its use.
-        return create_engine(parsed, pool_pre_ping=True, **common)
-    driver = {"timeout": BUSY_TIMEOUT_MS / 1000, "check_same_thread": False}
-    engine = create_engine(url, connect_args=driver, **common)
+        engine = create_engine(parsed, pool_pre_ping=True, **common)
+        _bound_postgres(engine, patience)
+        return engine
+    busy_s = 2 * patience.lock_s
+    driver = {"timeout": busy_s, "check_same_thread": False}
+    engine = create_engine(parsed, connect_args=driver, **common)
 
     def configure(connection: Any, _record: object) -> None:
         connection.isolation_level = None  # the driver must not start transactions of its own
         for pragma in (
-            f"busy_timeout = {BUSY_TIMEOUT_MS}",
+            f"busy_timeout = {round(1000 * busy_s)}",
             "journal_mode = WAL",
             "synchronous = FULL",  # a committed job row survives a power cut
             "foreign_keys = ON",
@@ -247,3 +280,54 @@ def make_engine(url: str) -> Engine:
 def _begin_sqlite(connection: Connection) -> None:
     mode = connection.get_execution_options().get("permille_begin", "DEFERRED")
     connection.exec_driver_sql(f"BEGIN {mode}")
+
+
+def _bound_postgres(engine: Engine, patience: Patience) -> None:
+    from permille.store import postgres
+
+    limits = f"SET LOCAL lock_timeout = {round(1000 * patience.lock_s)}"
+    if patience.answer_s is not None:
+        limits += f"; SET LOCAL statement_timeout = {round(1000 * patience.answer_s)}"
+
+    def connect(_dialect: object, _record: object, _arguments: object, options: dict[str, Any]) -> Any:
+        return postgres.connect(options, patience.answer_s)
+
+    def begin(connection: Connection) -> None:
+        # For the transaction only: behind PgBouncer, the session belongs to other clients as well.
+        connection.exec_driver_sql(limits)
+
+    event.listen(engine, "do_connect", connect)
+    event.listen(engine, "begin", begin)
+
+
+def parse_url(text: str) -> URL:
+    """Return the parts of a database's URL.
+
+    Raises:
+        ValueError: it is no URL of a SQLite file or of PostgreSQL. The message does not quote it, because it
+            may hold a password.
+
+    Example:
+        >>> parse_url("postgresql+psycopg://permille:secret@db.example.org/permille").host
+        'db.example.org'
+    """
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):  # ValueError: the port is not a number
+        raise ValueError(f"This is no URL of a database. {_FORMS}") from None
+    if url.drivername == "sqlite":
+        if url.query or not Path(url.database or "").is_absolute():
+            raise ValueError(f"The path of a SQLite file must be absolute, without options. {_FORMS}")
+    elif url.drivername == "postgresql+psycopg":
+        try:
+            from permille.store import postgres
+        except ModuleNotFoundError as exc:
+            raise ValueError('PostgreSQL needs psycopg: pip install "permille[postgres]"') from exc
+        unknown = sorted(url.query.keys() - postgres.option_names())
+        if unknown:
+            raise ValueError(f"PostgreSQL has no option {unknown[0]!r:.40}.")
+        if not re.fullmatch(r"\d{1,6}", str(url.query.get(postgres.PREPARE, 0)), re.ASCII):
+            raise ValueError(f"{postgres.PREPARE} must be a number; 0 prepares no statement.")
+    else:
+        raise ValueError(f"A URL of {url.drivername!r:.40} cannot be used. {_FORMS}")
+    return url

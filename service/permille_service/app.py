@@ -18,7 +18,7 @@ from permille.files import make_private
 from permille.schemas.kinds import WORK
 from permille.schemas.problems import Problem
 from permille.store.blobs.folder import open_blobs
-from permille.store.database import Database
+from permille.store.database import REQUESTS, Database
 from permille.store.jobs.dispatch import CeleryDispatcher
 from permille.store.migrations.schema import migrate
 from permille.version import __version__
@@ -174,7 +174,7 @@ def _open_service(settings: Settings) -> Service:
     migrate(url)
     return Service(
         settings=settings,
-        database=Database(url),
+        database=Database(url, patience=REQUESTS),
         # A caller waits while the service retries a call of the blob store, so the service retries only once.
         # Workers retry for longer.
         blobs=open_blobs(settings, attempts=2),

@@ -22,7 +22,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from permille.errors import OperatorError, RetryableError
-from permille.store.database import make_engine, name_fault
+from permille.store.database import MIGRATION, make_engine, name_fault
 from permille.store.settings import StoreSettings, explain
 
 SCRIPTS: Final = Path(__file__).parent
@@ -38,13 +38,13 @@ def migrate(url: str, scripts: Path = SCRIPTS) -> None:
 
     Raises:
         OperatorError: the database cannot be opened, or a newer version of permille made it.
-        RetryableError: another process kept the write lock (SQLite).
+        RetryableError: another process kept the lock, or PostgreSQL does not answer.
 
     Example:
 
         migrate("sqlite:////var/lib/permille/permille.db")
     """
-    engine = make_engine(url)
+    engine = make_engine(url, MIGRATION)
     if engine.dialect.name == "sqlite":
         _make_private(engine.url.database)
         event.listen(engine, "connect", _defer_foreign_keys)
@@ -97,7 +97,7 @@ def _is_newest(engine: Engine, config: Config) -> bool:
         with engine.connect() as connection:
             heads = MigrationContext.configure(connection).get_current_heads()
     except DBAPIError as exc:
-        raise OperatorError(_message(engine, exc)) from exc
+        raise (RetryableError if _may_pass(exc) else OperatorError)(_message(engine, exc)) from exc
     known = {script.revision for script in scripts.walk_revisions()}
     if not known.issuperset(heads):
         raise OperatorError(
@@ -122,7 +122,7 @@ def _begin(engine: Engine) -> Iterator[Connection]:
             yield connection
             stack.close()  # commits
         except DBAPIError as exc:
-            if name_fault(exc) is None:
+            if not _may_pass(exc) and name_fault(exc) is None:
                 raise
             raise RetryableError(_message(engine, exc)) from exc
 
@@ -144,6 +144,14 @@ def check_newest(session: Session) -> None:
 @cache
 def _known() -> tuple[str, ...]:
     return tuple(ScriptDirectory(str(SCRIPTS)).get_heads())
+
+
+def _may_pass(exc: DBAPIError) -> bool:
+    """Return whether PostgreSQL may still start, or another process keeps a lock there.
+
+    SQLite raises the same error for a file that cannot be opened, which needs a person.
+    """
+    return isinstance(exc, OperationalError) and not hasattr(exc.orig, "sqlite_errorname")
 
 
 def _message(engine: Engine, exc: DBAPIError) -> str:

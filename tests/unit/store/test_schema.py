@@ -18,10 +18,14 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, Stateme
 from sqlalchemy.types import TypeEngine
 
 from permille.errors import OperatorError, RetryableError
-from permille.store import access, database
-from permille.store.database import Database, make_engine, now
+from permille.store import access
+from permille.store.database import Database, Patience, make_engine, now
+from permille.store.migrations import schema
 from permille.store.migrations.schema import SCRIPTS, migrate
 from permille.store.tables import Base, Instant, Tenant
+from tests.unit.store.postgres import postgres_server
+
+SHORT = Patience(lock_s=0.05, answer_s=None)
 
 
 def test_migrations_make_exactly_the_tables_of_the_model(db: Database) -> None:
@@ -121,13 +125,10 @@ def test_processes_that_migrate_at_once_take_turns(url: str) -> None:
     assert [process.wait(60) for process in processes] == [0, 0]
 
 
-def test_a_schema_that_is_up_to_date_waits_for_no_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_MS", 100)
+def test_a_schema_that_is_up_to_date_waits_for_no_writer(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/x.db"
     migrate(url)
-    db, other = Database(url), Database(url)
+    db, other = Database(url), Database(url, patience=SHORT)
     with db.write() as session:
         session.execute(text("SELECT 1"))  # a transaction begins with its first statement
         migrate(url)
@@ -140,7 +141,7 @@ def test_a_schema_that_is_up_to_date_waits_for_no_writer(
 def test_a_database_that_cannot_be_opened_is_named_without_its_password(tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match=r"Cannot use the database.*unable to open.*nowhere/x\.db"):
         migrate(f"sqlite:///{tmp_path}/nowhere/x.db")
-    with pytest.raises(OperatorError, match=r"127\.0\.0\.1:1/") as caught:
+    with pytest.raises(RetryableError, match=r"127\.0\.0\.1:1/") as caught:
         migrate("postgresql+psycopg://me:secret@127.0.0.1:1/x")
     assert "secret" not in str(caught.value)
     (tmp_path / "notes.txt").write_text("no database " * 99)
@@ -162,7 +163,7 @@ def test_a_database_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_stays_taken_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_MS", 100)
+    monkeypatch.setattr(schema, "MIGRATION", SHORT)
     url = f"sqlite:///{tmp_path}/x.db"
     db = Database(url)
     with db.write() as session:
@@ -171,6 +172,20 @@ def test_a_lock_that_stays_taken_may_be_tried_again(tmp_path: Path, monkeypatch:
             migrate(url)
     migrate(url)
     db.close()
+
+
+def test_a_table_that_stays_locked_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with postgres_server() as server:
+        migrate(server.url)
+        monkeypatch.setattr(schema, "MIGRATION", SHORT)
+        monkeypatch.setattr(schema, "_is_newest", lambda *_: False)
+        db = Database(server.url)
+        with db.write() as session:
+            session.execute(text("LOCK TABLE alembic_version IN ACCESS EXCLUSIVE MODE"))
+            with pytest.raises(RetryableError, match="lock timeout"):
+                migrate(server.url)
+        migrate(server.url)
+        db.close()
 
 
 def test_what_fails_in_a_migration_says_so_itself(tmp_path: Path) -> None:
