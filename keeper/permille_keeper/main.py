@@ -62,7 +62,7 @@ def open_server(home: Path, address: tuple[str, int], tls: tuple[Path, Path] | N
     """
     try:
         key = X25519PrivateKey.from_private_bytes((home / _KEY).read_bytes())
-        token = (home / _TOKEN).read_text()
+        token = (home / _TOKEN).read_text().strip()
     except (OSError, ValueError) as exc:
         raise OperatorError(f"{home} has no key and token: {exc}. Run `permille-keeper init` first.") from exc
     memory = open_memory(home)

@@ -7,10 +7,10 @@ PERMILLE_DATA_DIR.
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from permille.telemetry import LogFormat
@@ -20,6 +20,9 @@ _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", re.ASCII)
 _PREFIX: Final = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?", re.ASCII)
 
 _HOST: Final = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+", re.ASCII)
+_HEADER_WORD: Final = re.compile(r"[!-~]+", re.ASCII)
+MAX_S: Final = 1e9
+"""Limit of all durations, in seconds. The clocks of Python and of the database cannot add much more."""
 _REGION: Final = re.compile(r"[a-z0-9-]{1,63}", re.ASCII)
 
 
@@ -98,7 +101,16 @@ class SettingsGroup(BaseSettings):
     be part of each variable. For example, the variable of the field `port` is PERMILLE_PORT.
     """
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
+    # An empty variable counts as unset: compose files and charts set those that have no value.
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, extra="ignore", frozen=True, env_ignore_empty=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _strip(cls, value: Any) -> Any:
+        """Remove white space at the ends, such as the newline that many files of secrets have."""
+        return value.strip() if isinstance(value, str) else value
 
 
 class StorageSettings(SettingsGroup):
@@ -110,7 +122,9 @@ class StorageSettings(SettingsGroup):
         "here, too",
     )
     database_url: SecretStr = Field(
-        description="`postgresql+psycopg://user:password@host/name` for PostgreSQL"
+        description="`postgresql+psycopg://user:password@host/name` for PostgreSQL, with options of libpq "
+        "such as `?sslmode=verify-full`. Behind PgBouncer in transaction mode, add `?prepare_threshold=0`, "
+        "which turns prepared statements off"
     )
     blob_root: Path = Field(
         description="folder of the results, which are named by their digests. If there is a bucket, this "
@@ -130,9 +144,18 @@ class StorageSettings(SettingsGroup):
     collection_grace_s: float = Field(
         default=86_400.0,
         ge=0,
+        le=MAX_S,
         description="age, in seconds, from which a stored result is deleted if no row of the database refers "
         "to it: see [What is kept](../howto/delete-old-data.md)",
     )
+
+    @field_validator("database_url")
+    @classmethod
+    def _usable(cls, value: SecretStr) -> SecretStr:
+        from permille.store.database import parse_url  # loads SQLAlchemy, which `permille --help` lacks
+
+        parse_url(value.get_secret_value())
+        return value
 
     @field_validator("blob_bucket")
     @classmethod
@@ -179,6 +202,15 @@ class ProcessSettings(SettingsGroup):
         description="`redis://...`: tell workers about new jobs with Celery. Without a broker, workers poll "
         "the database",
     )
+
+    @field_validator("broker_url")
+    @classmethod
+    def _redis(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not _is_redis(value.get_secret_value()):
+            # The message does not quote the URL, because it may hold a password.
+            raise ValueError("Write redis://host:6379/0, or rediss:// for TLS.")
+        return value
+
     memory_bytes: int | None = Field(
         default=None,
         ge=1,
@@ -207,8 +239,31 @@ class StoreSettings(ProcessSettings, FolderSettings, StorageSettings):
     @classmethod
     def _below_data_dir(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("data_dir"):
-            return {**layout(Path(values["data_dir"])), **values}
+            return {**layout(Path(str(values["data_dir"]).strip())), **values}
         return values
+
+
+def _is_redis(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("redis", "rediss")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and re.fullmatch(r"/?\d*", parts.path, re.ASCII) is not None
+        )
+    except ValueError:  # the port is not a number, or the brackets of an address do not close
+        return False
+
+
+def _in_a_header(value: SecretStr) -> SecretStr:
+    if not _HEADER_WORD.fullmatch(value.get_secret_value()):
+        raise ValueError("A token consists of letters, digits and signs of ASCII, without spaces.")
+    return value
+
+
+HeaderToken = Annotated[SecretStr, AfterValidator(_in_a_header)]
+"""A token that is sent in a header. An HTTP library would print another one in its error."""
 
 
 def layout(data_dir: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import threading
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from permille import telemetry
 from permille.errors import OperatorError, RetryableError
@@ -50,6 +51,7 @@ def main() -> int:
         listening = listen(settings, connections)
         url = client_url(settings, listening.getsockname()[1])
         url_path = settings.data_dir / "service.url"
+        config = _config(app, settings, connections)
         write_atomic(url_path, f"{url}\n".encode(), mode=0o600)
     except (OperatorError, RetryableError, OSError) as exc:
         print(f"permille: {exc}", file=sys.stderr)
@@ -58,6 +60,22 @@ def main() -> int:
     gc.freeze()  # exclude all modules and routes from later collections
     gc.set_threshold(COLLECT_AFTER)
     gc.enable()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)  # uvicorn shuts down first, then raises the signal again for us
+    try:
+        _Server(config, app.state.service.draining).run(sockets=[listening])
+    finally:
+        url_path.unlink(missing_ok=True)
+        telemetry.stop_tracing()
+    return 0
+
+
+def _config(app: FastAPI, settings: Settings, connections: Connections) -> uvicorn.Config:
+    """Configure the server, and read its certificate.
+
+    Raises:
+        OperatorError: the certificate or its key cannot be used.
+    """
     config = uvicorn.Config(
         app,
         loop="asyncio",
@@ -72,14 +90,13 @@ def main() -> int:
         ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)  # uvicorn shuts down first, then raises the signal again for us
     try:
-        _Server(config, app.state.service.draining).run(sockets=[listening])
-    finally:
-        url_path.unlink(missing_ok=True)
-        telemetry.stop_tracing()
-    return 0
+        config.load()
+    except OSError as exc:  # also an error of ssl
+        raise OperatorError(
+            f"The certificate {settings.tls_certificate} and the key {settings.tls_key} cannot be used: {exc}"
+        ) from exc
+    return config
 
 
 class _Server(uvicorn.Server):
@@ -113,10 +130,11 @@ def listen(settings: Settings, connections: Connections) -> Listener:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((settings.host, settings.port))
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:  # UnicodeError: the name has a part of 64 characters or more
         listening.close()
+        reason = getattr(exc, "strerror", None) or exc
         raise OperatorError(
-            f"Cannot listen on port {settings.port} of {settings.host}: {exc.strerror}. If another program "
+            f"Cannot listen on port {settings.port} of {settings.host}: {reason}. If another program "
             "uses the port, stop it, or choose another port with `permille up --port` (0 takes a free one)."
         ) from exc
     listening.listen(128)

@@ -10,10 +10,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
 from permille.addresses import is_loopback
-from permille.store.settings import Quota, SettingsGroup, StoreSettings
+from permille.store.settings import MAX_S, HeaderToken, Quota, SettingsGroup, StoreSettings
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MIB = 1024 * 1024
@@ -95,14 +95,20 @@ class ConnectionSettings(SettingsGroup):
         description="maximum number of connections of one IPv4 address or IPv6 /64; this limit does not "
         "apply to trusted proxies",
     )
-    header_s: float = Field(default=10.0, gt=0, description="seconds in which a request's head must arrive")
+    header_s: float = Field(
+        default=10.0, gt=0, le=MAX_S, description="seconds in which a request's head must arrive"
+    )
     body_s: float = Field(
         default=20.0,
         gt=0,
+        le=MAX_S,
         description="seconds in which a request's body must arrive, plus one second for each 4 KiB of it",
     )
     stream_s: float = Field(
-        default=900.0, gt=0, description="seconds after which an event stream ends; clients then resume it"
+        default=900.0,
+        gt=0,
+        le=MAX_S,
+        description="seconds after which an event stream ends; clients then resume it",
     )
     max_log_bytes: int = Field(default=64 * MIB, ge=1024, description="largest shared log or state")
     sign_ins_per_minute: int = Field(
@@ -181,7 +187,7 @@ class ServingSettings(SettingsGroup):
         description="floating-point operations per second of the machine, for the durations that preflight "
         "estimates. Default: 8e9 for each core",
     )
-    metrics_token: SecretStr | None = Field(
+    metrics_token: HeaderToken | None = Field(
         default=None, description="bearer token that Prometheus sends. Without it, `/metrics` answers 404"
     )
 

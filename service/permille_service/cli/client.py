@@ -60,7 +60,7 @@ class Client:
 
     def __init__(self, url: str, token: str, *, ca_file: Path | None = None) -> None:
         self._http = httpx.Client(
-            base_url=url,
+            base_url=_url(url),
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S),
             verify=True if ca_file is None else _trusting(ca_file),
@@ -175,6 +175,17 @@ class Client:
         if response.is_error:
             raise _error(response)
         return response
+
+
+def _url(text: str) -> httpx.URL:
+    """Parse the address of a service. Messages show the address, so it must hold no password."""
+    try:
+        url = httpx.URL(text)
+    except (httpx.InvalidURL, UnicodeError) as exc:
+        raise CommandError(f"{text!r:.200} is no address of a service: {exc}.", Exit.USAGE) from exc
+    if url.userinfo:
+        raise CommandError("Give the address without a user. A token goes into --token.", Exit.USAGE)
+    return url
 
 
 def _trusting(ca_file: Path) -> ssl.SSLContext:

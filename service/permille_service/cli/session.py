@@ -5,6 +5,7 @@ The URL and the token come from options or the environment. Otherwise they are r
 """
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,12 +79,18 @@ def connect(context: typer.Context, *, as_json: bool) -> Iterator[Session]:
             f"No token can be read from {place.token_path}. Give a token with --token or PERMILLE_TOKEN.",
             Exit.ACCESS,
         )
-    with Client(url.rstrip("/"), token, ca_file=place.ca_file) as client:
+    # Files and secrets often end with a newline. An HTTP library would print other letters in its error.
+    if not re.fullmatch(r"[!-~]+", token := token.strip(), re.ASCII):
+        raise CommandError(
+            "The token of --token or PERMILLE_TOKEN has a space or a letter that no token has. Copy it.",
+            Exit.ACCESS,
+        )
+    with Client(url.strip().rstrip("/"), token, ca_file=place.ca_file) as client:
         yield Session(client=client, output=make_output(as_json=as_json), ca_file=place.ca_file)
 
 
 def _first_line(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="ascii").strip() or None
+        return path.read_text(encoding="utf-8", errors="replace").strip() or None
     except OSError:
         return None

@@ -1,5 +1,7 @@
 """Tests of settings: defaults are safe, and unsafe settings are refused."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from pydantic import ValidationError
 from permille.addresses import is_loopback
 from permille.store.settings import explain
 from permille_service.settings import client_url, load, local_url
+from tests.running_service import environment
 
 
 def test_everything_is_below_the_data_folder_unless_named(tmp_path: Path) -> None:
@@ -96,3 +99,34 @@ def test_url_for_clients_is_one_that_they_can_use(
 def test_url_without_tls_is_loopback(tmp_path: Path) -> None:
     settings = load(data_dir=tmp_path, host="::1", allowed_hosts=("a.example",))
     assert client_url(settings, 9) == "http://[::1]:9"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"DATABASE_URL": "postgres://me:s3cret@127.0.0.1/x"}, "PERMILLE_DATABASE_URL: A URL of 'postgres'"),
+        ({"METRICS_TOKEN": "s3cret word"}, "PERMILLE_METRICS_TOKEN: A token consists of letters"),
+        (
+            {"HOST": "127.0.0.1", "TLS_CERTIFICATE": "/no/c.pem", "TLS_KEY": "/no/k.pem"},
+            "The certificate /no/c.pem",
+        ),
+        ({"HOST": "::1%none"}, "Cannot listen on port 0 of ::1%none"),
+    ],
+)
+def test_a_service_that_cannot_start_says_so_in_one_line(
+    tmp_path: Path, settings: dict[str, str], words: str
+) -> None:
+    given = {"DATA_DIR": str(tmp_path), "PORT": "0", **settings}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "permille_service"],
+        env=environment(**{f"PERMILLE_{name}": value for name, value in given.items()}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"permille: {words}")
+    assert len(done.stderr.splitlines()) == 1
+    assert "s3cret" not in done.stderr
+    assert not (tmp_path / "service.url").exists()

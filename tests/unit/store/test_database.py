@@ -41,7 +41,10 @@ def test_a_statement_ends_with_its_time_and_the_connection_stays() -> None:
     with postgres_server() as server:
         db = Database(server.url, patience=SHORT)
         for _ in range(2):
-            with pytest.raises(OperationalError, match="statement timeout|did not answer"), db.read() as session:
+            with (
+                pytest.raises(OperationalError, match="time"),
+                db.read() as session,
+            ):
                 session.execute(text("SELECT pg_sleep(60)"))
         with db.read() as session:
             assert session.scalar(text("SELECT 1")) == 1

@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from permille.errors import OperatorError
+from permille.store.settings import explain
 from permille_service.settings import load
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.tasks.compute import torch_device
@@ -42,6 +44,65 @@ def test_worker_that_misses_a_setting_says_so_in_one_line(settings: dict[str, st
     assert done.returncode == 2
     assert done.stderr.startswith(f"permille: {expected}")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("DATABASE_URL", "postgres://me:s3cret@host/x", "A URL of 'postgres' cannot be used. Write "),
+        ("DATABASE_URL", "s3cret", "This is no URL of a database"),
+        ("BROKER_URL", "s3cret", "Write redis://host:6379/0"),
+        ("BROKER_URL", "amqp://me:s3cret@host//", "Write redis://host:6379/0"),
+        ("BROKER_URL", "redis://:s3cret@host:s3cret/0", "Write redis://host:6379/0"),
+        ("BROKER_URL", "redis://host/s3cret", "Write redis://host:6379/0"),
+        ("BROKER_URL", "redis:///0", "Write redis://host:6379/0"),
+        ("KEEPER_TOKEN", "s3cret\nHost: other", "A token consists of letters"),
+        ("KEEPER_TOKEN", "s3crét", "A token consists of letters"),
+        ("LEASE_S", "inf", "finite number"),
+        ("POLL_S", "nan", "finite number"),
+        ("SWEEP_S", "1e12", "less than or equal to 1000000000"),
+        ("COLLECT_EVERY_S", "1e300", "less than or equal to 1000000000"),
+    ],
+)
+def test_an_odd_setting_is_one_line_with_its_name_and_without_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv("PERMILLE_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv(f"PERMILLE_{variable}", value)
+    with pytest.raises(ValidationError) as refused:
+        WorkerSettings.model_validate({})
+    line = explain(refused.value)
+    assert line.startswith(f"PERMILLE_{variable}: ")
+    assert words in line
+    assert "s3cr" not in line
+    assert "\n" not in line
+
+
+def test_white_space_around_a_setting_is_removed_and_an_empty_one_is_unset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of secrets often end with a newline. Compose files set empty variables."""
+    for name, value in (
+        ("DATA_DIR", f"{tmp_path}\n"),
+        ("DATABASE_URL", " postgresql+psycopg://me:s3cret@host/x\n"),
+        ("KEEPER_TOKEN", "s3cret\r\n"),
+        ("WORK_ROOT", f"{tmp_path / 'work'}\n"),
+        ("BROKER_URL", ""),
+        ("LEASE_S", "45\n"),
+        ("DEVICE", ""),
+    ):
+        monkeypatch.setenv(f"PERMILLE_{name}", value)
+    settings = WorkerSettings.model_validate({})
+    assert settings.database_url.get_secret_value() == "postgresql+psycopg://me:s3cret@host/x"
+    assert settings.keeper_token is not None
+    assert settings.keeper_token.get_secret_value() == "s3cret"
+    assert (settings.blob_root, settings.work_root) == (tmp_path / "blobs", tmp_path / "work")
+    assert (settings.broker_url, settings.lease_s, settings.device) == (None, 45, "cpu")
+
+
+@pytest.mark.parametrize("url", ["redis://host", "redis://:pass@host:6379/0", "rediss://[::1]:6380/"])
+def test_a_redis_of_any_form_is_a_broker(tmp_path: Path, url: str) -> None:
+    assert WorkerSettings.model_validate({"data_dir": tmp_path, "broker_url": url}).broker_url is not None
 
 
 @pytest.mark.parametrize("device", ["cuda:first", "cuda:01", "cuda:", "gpu", "cpu:0"])

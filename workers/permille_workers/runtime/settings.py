@@ -2,10 +2,10 @@
 
 from typing import Final
 
-from pydantic import Field, SecretStr
+from pydantic import Field
 
 from permille.schemas.masks import Dtype
-from permille.store.settings import SettingsGroup, StoreSettings
+from permille.store.settings import MAX_S, HeaderToken, SettingsGroup, StoreSettings
 
 RESEND_AFTER_S: Final = 60.0
 """Seconds after which the message for a queued job is sent again.
@@ -21,20 +21,23 @@ class QueueSettings(SettingsGroup):
     lease_s: float = Field(
         default=30.0,
         gt=0,
+        le=MAX_S,
         description="seconds without a sign of life from a worker, after which another worker gets its job",
     )
     poll_s: float = Field(
-        default=0.5, gt=0, description="seconds between two checks for new jobs and cancellations"
+        default=0.5, gt=0, le=MAX_S, description="seconds between two checks for new jobs and cancellations"
     )
     sweep_s: float = Field(
         default=2.0,
         gt=0,
+        le=MAX_S,
         description="seconds between two checks for expired leases, rounds past their deadline, builds to "
         "continue, and lost messages",
     )
     collect_every_s: float = Field(
         default=3600.0,
         ge=0,
+        le=MAX_S,
         description="seconds between two collections, in which one worker applies the retention rules and "
         "deletes unreferenced blobs. With 0, workers do neither; use `permille retention apply` and "
         "`permille blobs collect`",
@@ -42,6 +45,7 @@ class QueueSettings(SettingsGroup):
     drain_s: float = Field(
         default=20.0,
         ge=0,
+        le=MAX_S,
         description="seconds that running jobs get after SIGTERM, before they go back to the queue",
     )
 
@@ -78,7 +82,7 @@ class ReachSettings(SettingsGroup):
     webhook_private: bool = Field(
         default=False, description="whether webhooks may call loopback and private networks"
     )
-    keeper_token: SecretStr | None = Field(
+    keeper_token: HeaderToken | None = Field(
         default=None, description="token for the [keeper](../explanation/privacy.md) of masked rounds"
     )
 
