@@ -3,10 +3,11 @@
 python -m scripts.catalogue
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from permille.models.catalogue import CATALOGUE, TRAINED_TOKENS
+from permille.models.catalogue import CATALOGUE, TRAINED_TOKENS, Framing
 from permille.quantization.types import Scheme
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
@@ -27,7 +28,8 @@ def text() -> str:
         )
         for entry in CATALOGUE
     ]
-    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    framings = [(entry.name, *_framed(entry.framing)) for entry in CATALOGUE]
+    framed_head = ("model", "before a text", "between documents", "template writes BOS")
     return f"""# Models
 
 Written by `make catalogue`; `permille models catalogue` prints the columns for nf4. Other sizes of
@@ -42,8 +44,40 @@ these families load, too.
 The configs here are copies, not read from the hub. Their numbers of parameters equal the published
 numbers, but for OLMo 3 and Ministral 3, whose numbers were not at hand.
 
-{chr(10).join(lines)}
+{_table(head, rows)}
+
+## Special tokens around a text
+
+A row of tokens for a mask, for training or for a decision begins as the model reads a text in use:
+with BOS, if the model's own files ask for it. No tokenizer here adds a token after a text. In a chat,
+the row has BOS once, whether the template writes it or not.
+
+A row of a model with BOS has one document. Without BOS, several documents can share a row, with
+nothing between them. The publisher trained with the token of the column "between documents".
+
+{_table(framed_head, framings)}
+
+The settings are those of the publisher's `tokenizer_config.json`, `tokenizer.json` and chat template
+(for a base model: the template of its instruct version). Those of SmolLM2 were read from its file.
+The others are copies, not read from the hub. "?" means that the settings were not at hand. Tests
+compare tokenizers with these settings with llama.cpp.
 """
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _framed(framing: Framing | None) -> tuple[str, str, str]:
+    if framing is None:
+        return "?", "?", "?"
+    template = {True: "yes", False: "no", None: "no template"}[framing.template_bos]
+    return _code(framing.bos), _code(framing.between), template
+
+
+def _code(token: str | None) -> str:
+    # A bar ends a cell of the table, except after a backslash.
+    return "none" if token is None else f"`{token}`".replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,24 @@ class Ran(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Framing:
+    """The special tokens around a text of a published model.
+
+    No published tokenizer here adds a token after a text. These settings are for people. Rows of tokens begin
+    as the files of the model at hand say (`permille.tokenizer_files`).
+
+    Attributes:
+        bos: the token that the tokenizer puts before every text, or None.
+        between: the token between the documents that the publisher trained on.
+        template_bos: whether the chat template writes BOS itself. None means that there is no template.
+    """
+
+    bos: str | None
+    between: str
+    template_bos: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """A published model.
 
@@ -45,10 +63,12 @@ class Entry:
         config: the keys of its `config.json` that determine sizes.
         published: the number of parameters that the publisher states, or None if it is unknown.
         ran: what was tested of the model.
+        framing: the special tokens around a text, or None if the publisher's settings were not at hand.
     """
 
     name: str
     config: Mapping[str, Any]
+    framing: Framing | None = None
     published: int | None = None
     ran: Ran = Ran.CONFIG
 
@@ -89,9 +109,13 @@ class Entry:
         return _TRAINING_BYTES + 4 * TRAINED_TOKENS * (int(layers) + 32) * int(hidden)
 
 
+_QWEN: Final = Framing(bos=None, between="<|endoftext|>", template_bos=False)
+_GEMMA: Final = Framing(bos="<bos>", between="<eos>", template_bos=True)
+
 CATALOGUE: Final = (
     Entry(
         name="SmolLM2-135M-Instruct",
+        framing=Framing(bos=None, between="<|endoftext|>", template_bos=False),
         config={
             "model_type": "llama",
             "hidden_size": 576,
@@ -107,6 +131,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="Llama-3.2-1B",
+        framing=Framing(bos="<|begin_of_text|>", between="<|end_of_text|>", template_bos=True),
         config={
             "model_type": "llama",
             "hidden_size": 2048,
@@ -121,6 +146,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="TinyLlama-1.1B",
+        framing=Framing(bos="<s>", between="</s>", template_bos=False),
         config={
             "model_type": "llama",
             "hidden_size": 2048,
@@ -135,6 +161,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="Llama-2-7B",
+        framing=Framing(bos="<s>", between="</s>", template_bos=True),
         config={
             "model_type": "llama",
             "hidden_size": 4096,
@@ -149,6 +176,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="Mistral-7B-v0.3",
+        framing=Framing(bos="<s>", between="</s>", template_bos=True),
         config={
             "model_type": "mistral",
             "hidden_size": 4096,
@@ -163,6 +191,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="Qwen2.5-0.5B",
+        framing=_QWEN,
         config={
             "model_type": "qwen2",
             "hidden_size": 896,
@@ -177,6 +206,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="Qwen3-0.6B",
+        framing=_QWEN,
         config={
             "model_type": "qwen3",
             "hidden_size": 1024,
@@ -206,6 +236,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="Phi-3.5-mini",
+        framing=Framing(bos=None, between="<|endoftext|>", template_bos=False),
         config={
             "model_type": "phi3",
             "hidden_size": 3072,
@@ -220,6 +251,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="Phi-4-mini",
+        framing=Framing(bos=None, between="<|endoftext|>", template_bos=False),
         config={
             "model_type": "phi3",
             "hidden_size": 3072,
@@ -234,6 +266,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="Gemma-2-2b",
+        framing=_GEMMA,
         config={
             "model_type": "gemma2",
             "hidden_size": 2304,
@@ -248,6 +281,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="Gemma-3-1b",
+        framing=_GEMMA,
         config={
             "model_type": "gemma3_text",
             "hidden_size": 1152,
@@ -262,6 +296,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="Gemma-2b",
+        framing=_GEMMA,
         config={
             "model_type": "gemma",
             "hidden_size": 2048,
@@ -276,6 +311,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="OLMo-2-1B",
+        framing=Framing(bos=None, between="<|endoftext|>", template_bos=True),
         config={
             "model_type": "olmo2",
             "hidden_size": 2048,
@@ -303,6 +339,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="Granite-3.3-2b",
+        framing=Framing(bos=None, between="<|end_of_text|>", template_bos=False),
         config={
             "model_type": "granite",
             "hidden_size": 2048,
@@ -331,6 +368,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="OPT-1.3B",
+        framing=Framing(bos="</s>", between="</s>", template_bos=None),
         config={
             "model_type": "opt",
             "hidden_size": 2048,
@@ -346,6 +384,7 @@ CATALOGUE: Final = (
     ),
     Entry(
         name="Pythia-410m",
+        framing=Framing(bos=None, between="<|endoftext|>", template_bos=None),
         config={
             "model_type": "gpt_neox",
             "hidden_size": 1024,

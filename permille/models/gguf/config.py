@@ -193,7 +193,9 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
     }
     for name in ("bos", "eos"):
         token = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        config |= {f"{name}_token_id": token} if isinstance(token, int) else {}
+        # llama.cpp ignores an id outside of the vocabulary, such as -1.
+        known = isinstance(token, int) and 0 <= token < config["vocab_size"]
+        config |= {f"{name}_token_id": token} if known else {}
     if family is Family.GPT_NEOX:
         return config | {
             "layer_norm_eps": _positive(file, f"{arch}.attention.layer_norm_epsilon", 1e-5),

@@ -14,6 +14,7 @@ from typing import Any
 from gguf import TokenType
 
 from permille.models.gguf.file import OTHERWISE, GgufFile
+from permille.tokenizer_files import END_OF_TURN
 
 SPACE = "▁"
 DIGITS = "digits"
@@ -72,17 +73,21 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     # In `tokenizer.json`, the text of a token is the key of its id.
     if len(set(tokens)) != len(tokens):
         raise file.refused("has a token twice in its vocabulary")
-    special = {name: _special(file, key, tokens) for name, key in _SPECIAL.items()}
+    special = _special(file, kind, tokens)
     add_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(file, kind)))
+    add_eos = bool(file.metadata.get("tokenizer.ggml.add_eos_token"))
+    first = special.get("bos") if add_bos else None
+    last = special.get("eos") if add_eos else None
     document = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": _added(tokens, types),
-        "post_processor": _begun(special["bos"], tokens) if add_bos and special["bos"] else None,
+        "post_processor": _framed(first, last, tokens),
     }
-    document |= _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens)
-    named = {f"{name}_token": token for name, token in special.items() if token is not None}
+    unknown = special.get("unk")
+    document |= _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens, unknown)
+    named = {f"{name}_token": token for name, token in special.items()}
     found: dict[str, Any] = {
         "tokenizer.json": document,
         "tokenizer_config.json": {
@@ -124,6 +129,20 @@ _SAMPLING = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {"bos": 11, "eos": 11}}
+"""The special tokens that llama.cpp takes if a file names none, or one outside of its vocabulary."""
+_ENDS = frozenset(END_OF_TURN) | {
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|return|>",
+    "<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<end_of_utterance>",
+}
+"""Tokens that llama.cpp takes for control tokens by their text, because they end an answer."""
 
 
 def _texts(file: GgufFile, key: str) -> list[str]:
@@ -138,13 +157,16 @@ def _texts(file: GgufFile, key: str) -> list[str]:
     return found
 
 
-def _special(file: GgufFile, key: str, tokens: list[str]) -> str | None:
-    number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-    if number is None:
-        return None
-    if not isinstance(number, int) or not 0 <= number < len(tokens):
-        raise file.refused(f"names {number!r:.40} as its {key} token, of {len(tokens)} tokens")
-    return tokens[number]
+def _special(file: GgufFile, kind: str, tokens: list[str]) -> dict[str, str]:
+    """Return the texts of special tokens by the names that transformers uses, without unknown ones."""
+    found = {}
+    for name, key in _SPECIAL.items():
+        known = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for number in (known, _DEFAULTS[kind].get(name)):
+            if isinstance(number, int) and 0 <= number < len(tokens):
+                found[name] = tokens[number]
+                break
+    return found
 
 
 def _adds_bos(file: GgufFile, kind: str) -> bool:
@@ -154,6 +176,8 @@ def _adds_bos(file: GgufFile, kind: str) -> bool:
 
 def _added(tokens: list[str], types: list[Any]) -> list[dict[str, Any]]:
     kept = (TokenType.CONTROL.value, TokenType.USER_DEFINED.value, TokenType.UNKNOWN.value)
+    control = TokenType.CONTROL.value
+    types = [control if token in _ENDS else type_ for token, type_ in zip(tokens, types, strict=True)]
     return [
         {
             "id": number,
@@ -171,16 +195,25 @@ def _added(tokens: list[str], types: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _begun(bos: str, tokens: list[str]) -> Mapping[str, Any]:
-    number = tokens.index(bos)
-    first = {"SpecialToken": {"id": bos, "type_id": 0}}
-    pieces = [{"Sequence": {"id": name, "type_id": place}} for place, name in enumerate("AB")]
-    return {
-        "type": "TemplateProcessing",
-        "single": [first, pieces[0]],
-        "pair": [first, pieces[0], {"SpecialToken": {"id": bos, "type_id": 1}}, pieces[1]],
-        "special_tokens": {bos: {"id": bos, "ids": [number], "tokens": [bos]}},
-    }
+def _framed(bos: str | None, eos: str | None, tokens: list[str]) -> Mapping[str, Any] | None:
+    """Return the post-processor that puts these special tokens before and after a text, or None."""
+
+    def framed(name: str, type_id: int) -> list[dict[str, Any]]:
+        pieces = (("SpecialToken", bos), ("Sequence", name), ("SpecialToken", eos))
+        return [{piece: {"id": text, "type_id": type_id}} for piece, text in pieces if text is not None]
+
+    special = [token for token in (bos, eos) if token is not None]
+    known = {token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]} for token in special}
+    return (
+        {
+            "type": "TemplateProcessing",
+            "single": framed("A", 0),
+            "pair": framed("A", 0) + framed("B", 1),
+            "special_tokens": known,
+        }
+        if special
+        else None
+    )
 
 
 def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
@@ -216,7 +249,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     }
 
 
-def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
+def _sentencepiece(file: GgufFile, tokens: list[str], unknown: str | None) -> dict[str, Any]:
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise file.refused("has another number of scores than of tokens")
@@ -245,7 +278,6 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
     if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
         spaces.insert(0, {"type": "Prepend", "prepend": SPACE})
         after.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    unknown = _special(file, "unknown", tokens)
     return {
         "normalizer": {"type": "Sequence", "normalizers": spaces},
         "pre_tokenizer": None,

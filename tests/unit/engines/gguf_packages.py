@@ -36,16 +36,24 @@ def exported_package(
     *,
     tokenizer: bytes | None = None,
     changes: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Package:
-    """Return a package of a random model, with a tokenizer and rows that are wide enough for GGUF blocks."""
+    """Return a package of a random model, with a tokenizer and rows that are wide enough for GGUF blocks.
+
+    Args:
+        tokenizer: another `tokenizer.json`.
+        changes: changes of the config.
+        files: files that replace those beside the tokenizer.
+    """
     settings = {"vocab_size": VOCABULARY, "hidden_size": 64} | SETTINGS.get(family, {}) | dict(changes or {})
-    files = {
+    found = {
         "tokenizer.json": tokenizer or tiny_tokenizer(VOCABULARY - 8).to_str().encode(),
         "tokenizer_config.json": json.dumps({"bos_token": "<s>", "eos_token": "</s>"}).encode(),
         "chat_template.jinja": TEMPLATE.encode(),
+        **(files or {}),
     }
     model = tiny_model(family, **settings)
-    return write_package(BlobFolder(folder), model, scheme, density=0.01, files=files)
+    return write_package(BlobFolder(folder), model, scheme, density=0.01, files=found)
 
 
 def sentencepiece_tokenizer() -> bytes:

@@ -264,7 +264,6 @@ def test_types_that_are_not_read_are_refused_by_name(llama: Path, tmp_path: Path
         ("split.count", 2, "part of a split model"),
         ("tokenizer.ggml.model", "bert", "tokenizer of kind 'bert'"),
         ("tokenizer.ggml.pre", "unheard-of", "cuts text by the rules"),
-        ("tokenizer.ggml.bos_token_id", 1 << 20, "as its bos token"),
         ("tokenizer.chat_template", 7, "no text 'tokenizer.chat_template'"),
         ("llama.block_count", 0xFFFFFFFF, "names 4294967295 layers"),
         ("llama.attention.key_length", 0, "key_length as 0"),
