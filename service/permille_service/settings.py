@@ -181,12 +181,6 @@ class ServingSettings(SettingsGroup):
         description="who sends a package's bytes to devices: the API (`serve`), nginx (`accel`) or the "
         "bucket (`redirect`); see [downloads](../howto/serve-downloads.md)",
     )
-    flops_per_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="floating-point operations per second of the machine, for the durations that preflight "
-        "estimates. Default: 8e9 for each core",
-    )
     metrics_token: HeaderToken | None = Field(
         default=None, description="bearer token that Prometheus sends. Without it, `/metrics` answers 404"
     )

@@ -2,18 +2,14 @@
 
 import json
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from permille.schemas.inputs import FolderModel
 from permille.schemas.problems import TYPE_BASE
-from permille.store import inputs
 from permille.store.jobs import claims
-from permille.store.tables import Job
-from permille_service.preflights import planning
+from permille_service.preflights import estimates
 from tests.api_service import Api, running_api
 from tests.packages import TINY_LLAMA
 from tests.tiny_model import write_corpus, write_model
@@ -105,47 +101,6 @@ def test_a_mask_may_be_of_a_part_of_the_weights(stocked: Api, scope: str) -> Non
     assert needs["accepted"] is True
 
 
-def test_a_preflights_time_is_that_of_past_jobs_of_its_kind(stocked: Api) -> None:
-    def time_figure(kind: str, **body: Any) -> dict[str, Any]:
-        request = {"model_id": model_id, **body}
-        figures = stocked.post("/v1/preflights", {"kind": kind, "request": request}).json()["figures"]
-        found: dict[str, Any] = next(one for one in figures if one["name"] == "time")
-        return found
-
-    job = add_mask(stocked)
-    model_id = stocked.get("/v1/models").json()["items"][0]["id"]
-    before = time_figure("mask", **MASK)
-    assert before["needed"] < 1
-    assert "no past job of this kind" in before["explanation"]
-    with stocked.service.database.write() as session:
-        row = session.get_one(Job, job["id"])
-        row.state, row.started_at = "succeeded", row.created_at
-        row.ended_at = row.created_at + timedelta(seconds=27)
-
-    found = time_figure("mask", **MASK)
-
-    assert found["needed"] == pytest.approx(27, rel=0.01)
-    assert found["explanation"] == "corrected by the times of 1 past jobs of kind mask"
-    assert time_figure("quantization")["needed"] < 1, "a job of another kind tells nothing"
-
-
-def test_a_past_sparsification_corrects_the_time_though_its_name_is_taken(stocked: Api) -> None:
-    names = {"model_id": add_model(stocked), "corpus_id": add_corpus(stocked)}
-    body = {**names, "sequences": 4, "length": 16, "evaluation_sequences": 0}
-    job = stocked.post("/v1/sparsifications", {**body, "name": "sparse"}).json()
-    source = FolderModel(kind="folder", path="tiny")
-    with stocked.service.database.write() as session:
-        row = session.get_one(Job, job["id"])
-        row.state, row.started_at = "succeeded", row.created_at
-        row.ended_at = row.created_at + timedelta(seconds=27)
-        inputs.add_model(session, tenant_id=row.tenant_id, name="sparse", source=source)
-
-    asked = {"kind": "sparsification", "request": {**body, "name": "sparser"}}
-    figures = stocked.post("/v1/preflights", asked).json()["figures"]
-
-    assert figures[-1]["explanation"] == "corrected by the times of 1 past jobs of kind sparsification"
-
-
 def test_same_key_is_the_same_job_and_another_body_a_conflict(stocked: Api) -> None:
     model_id = add_model(stocked)
     first = stocked.post("/v1/masks", {"model_id": model_id, **MASK}, key="m-1")
@@ -160,13 +115,13 @@ def test_same_key_is_the_same_job_and_another_body_a_conflict(stocked: Api) -> N
 
 @pytest.mark.parametrize(
     ("setting", "name"),
-    [({"memory_bytes": 1_000_000}, "memory"), ({}, "time")],
+    [({"memory_bytes": 1_000_000}, "memory"), ({}, "disk")],
 )
 def test_work_that_the_machine_cannot_hold_is_refused_with_figures(
     tmp_path: Path, setting: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "time":
-        monkeypatch.setattr(planning, "MAX_JOB_S", 1e-6)
+    if name == "disk":
+        monkeypatch.setattr(estimates, "_free_disk", lambda _folder: 1)
     write_model(tmp_path / "models" / "tiny")
     with running_api(tmp_path, model_root=tmp_path / "models", **setting) as api:
         model_id = add_model(api)

@@ -1,15 +1,13 @@
-"""Estimates of the memory, disk and time that a job needs, and measurements of what this machine has.
+"""Estimates of the memory and disk that a job needs, and measurements of what this machine has.
 
 The needs are computed from the model's config alone. No file of the model is read. They are upper bounds,
 which serve to refuse hopeless jobs early and not to predict exact figures. They assume what workers do.
 Unless a function below says otherwise, weights are in float32, sequences are processed one at a time, only
 one tensor has a gradient at a time, and the backward pass computes activations again (checkpointing).
 
-The free memory takes the limit of the control group into account. The speed of the machine is not measured:
-it comes from the settings, or is assumed from the number of cores.
+The free memory takes the limit of the control group into account.
 """
 
-import os
 import shutil
 from dataclasses import dataclass
 from math import prod
@@ -24,29 +22,21 @@ from permille.schemas.sparsifications import Recovery, SparsificationCreate
 from permille_service.settings import Settings
 
 FLOAT_BYTES = 4
-# Speed of float32 matrix products on a modest core. The speed of a machine is this number times its cores,
-# unless the setting `flops_per_s` is given.
-FLOPS_A_CORE = 8e9
-MAX_JOB_S = 7 * 86_400.0  # preflight refuses a longer job
 _TOKENS_A_PASS = 1024  # tokens of one forward pass in the fine-tuning of adapters
 PROCESS_BYTES = 400 * 1024 * 1024  # the interpreter and torch, before any weight is loaded
 # Floating-point operations for each token and weight: 2 for the forward pass, 4 for the backward pass, and 2
 # to repeat the forward pass for checkpointed activations.
 FISHER_FLOPS = 8
-FORWARD_FLOPS = 2
 # A mask job with much work is split into shards (`permille.sensitivity.scores`). These are the number of
 # sequences in a shard, and the maximum number of shards.
 SHARD_SEQUENCES, MOST_SHARDS = 16, 64
 # auto-round, with the arguments that `permille.quantization.rounding` gives it:
-ROUNDING_STEPS = 200  # steps for each decoder layer
 ROUNDING_BATCH = 8  # sequences in a step
 ROUNDING_COPIES = 4  # copies of the model in memory
 ROUNDING_CACHES = 4  # hidden vectors in memory for each token of the text
 ROUNDING_VECTORS = 64  # further hidden vectors in memory for each token of a step
 # Export of a program:
 EXPORT_COPIES = 6  # copies of the model in memory, in float32
-EXPORT_LAYER_S = 20  # seconds to trace the graph of a decoder layer
-SECONDS_A_WEIGHT = 60e-9  # to read, encode and write one weight on one core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +64,12 @@ class Needs:
 
     memory_bytes: int
     disk_bytes: int
-    seconds: float
 
     def then(self, other: "Needs") -> "Needs":
-        """Return the needs of two jobs in sequence: the larger memory, and the sums of disk and time."""
+        """Return the needs of two jobs in sequence: the larger memory, and the sum of disk."""
         return Needs(
             memory_bytes=max(self.memory_bytes, other.memory_bytes),
             disk_bytes=self.disk_bytes + other.disk_bytes,
-            seconds=self.seconds + other.seconds,
         )
 
 
@@ -103,9 +91,7 @@ def sizes_of(config: Config, scope: str = "all") -> Sizes:
     )
 
 
-def sparsification_needs(
-    sizes: Sizes, request: SparsificationCreate, *, model_bytes: int, flops_per_s: float
-) -> Needs:
+def sparsification_needs(sizes: Sizes, request: SparsificationCreate, *, model_bytes: int) -> Needs:
     """Estimate the needs of a sparsification.
 
     Memory: the larger of two amounts. One is the embedding and the head, with the logits of a sequence. The
@@ -118,36 +104,29 @@ def sparsification_needs(
     inputs = sizes.largest // min(sizes.hidden, sizes.largest)  # input features of the widest linear layer
     ends = sizes.parameters - sizes.scoped + request.length * sizes.vocabulary
     held = max(ends, layer + 3 * sizes.largest + 6 * max(inputs, sizes.hidden) ** 2)
-    products = (
-        tokens * layer * FORWARD_FLOPS * 2 + tokens * 4 * FORWARD_FLOPS * max(inputs, sizes.hidden) ** 2
-    )
     needs = Needs(
         memory_bytes=PROCESS_BYTES + held * FLOAT_BYTES,
         disk_bytes=2 * model_bytes + 2 * tokens * sizes.hidden * FLOAT_BYTES,
-        seconds=sizes.layers * products / flops_per_s + 4 * sizes.scoped * SECONDS_A_WEIGHT,
     )
     if request.recovery is None:
         return needs
-    return _recovery_needs(sizes, request, request.recovery, pruning=needs, flops_per_s=flops_per_s)
+    return _recovery_needs(sizes, request, request.recovery, pruning=needs)
 
 
 def _recovery_needs(
-    sizes: Sizes, request: SparsificationCreate, recovery: Recovery, *, pruning: Needs, flops_per_s: float
+    sizes: Sizes, request: SparsificationCreate, recovery: Recovery, *, pruning: Needs
 ) -> Needs:
     """Return the needs of pruning and of the fine-tuning that follows.
 
     Memory: the whole model, the changed weights and gradients of a decoder layer, adapters with their
     gradients and moments, and logits with their gradients. Disk: the pruned model and the fine-tuned one.
-    Time: each step has two forward passes, and a backward pass that costs as much as two more.
     """
     adapters = 4 * 2 * recovery.rank * sizes.scoped // min(sizes.hidden, sizes.scoped)
     logits = 4 * max(request.length, _TOKENS_A_PASS) * sizes.vocabulary
     held = sizes.parameters + 3 * sizes.scoped // sizes.layers + adapters + logits
-    tokens = recovery.steps * recovery.rows * request.length
     return Needs(
         memory_bytes=max(pruning.memory_bytes, PROCESS_BYTES + held * FLOAT_BYTES),
         disk_bytes=2 * pruning.disk_bytes,
-        seconds=pruning.seconds + 4 * tokens * FORWARD_FLOPS * sizes.parameters / flops_per_s,
     )
 
 
@@ -156,7 +135,6 @@ def mask_needs(
     options: FisherMask | WeightMask,
     *,
     memory_bytes: int | None,
-    flops_per_s: float,
     split_flops: float,
 ) -> Needs:
     """Estimate the needs of a mask.
@@ -169,15 +147,14 @@ def mask_needs(
     mask_disk = round(sizes.scoped * options.density) * 2 * FLOAT_BYTES
     if not isinstance(options, FisherMask):
         memory = PROCESS_BYTES + 4 * sizes.largest * FLOAT_BYTES
-        return Needs(memory_bytes=memory, disk_bytes=mask_disk, seconds=sizes.scoped * SECONDS_A_WEIGHT)
+        return Needs(memory_bytes=memory, disk_bytes=mask_disk)
     activations = options.length * (sizes.layers + 16) * sizes.hidden + 3 * options.length * sizes.vocabulary
     memory = _held(sizes, activations, memory_bytes)
     if memory_bytes is None or memory + scores <= memory_bytes:
         memory += scores
     work = float(options.sequences) * options.length * sizes.parameters * FISHER_FLOPS
     shards = min(-(-options.sequences // SHARD_SEQUENCES), MOST_SHARDS) if work > split_flops else 0
-    seconds = work / flops_per_s + sizes.scoped * SECONDS_A_WEIGHT
-    return Needs(memory_bytes=memory, disk_bytes=mask_disk + (1 + shards) * scores, seconds=seconds)
+    return Needs(memory_bytes=memory, disk_bytes=mask_disk + (1 + shards) * scores)
 
 
 def _held(sizes: Sizes, activations: int, memory_bytes: int | None) -> int:
@@ -194,7 +171,6 @@ def quantization_needs(
     options: AnyOptions,
     *,
     evaluated: bool,
-    flops_per_s: float,
     memory_bytes: int | None,
 ) -> Needs:
     """Estimate the needs of a quantization.
@@ -204,18 +180,15 @@ def quantization_needs(
     codes = sizes.scoped if isinstance(options, Int8) else sizes.scoped // 2
     plain = (sizes.parameters - sizes.scoped) * FLOAT_BYTES
     memory = PROCESS_BYTES + 6 * sizes.largest * FLOAT_BYTES
-    seconds = sizes.scoped * SECONDS_A_WEIGHT
     codes += sizes.scoped // options.group_size * FLOAT_BYTES
     if isinstance(options, AutoRound):
         tokens = options.calibration_sequences * options.calibration_length
         batch = min(ROUNDING_BATCH, options.calibration_sequences) * options.calibration_length
         activations = sizes.hidden * (ROUNDING_CACHES * tokens + ROUNDING_VECTORS * batch)
         memory = PROCESS_BYTES + (ROUNDING_COPIES * sizes.parameters + activations) * FLOAT_BYTES
-        seconds += float(ROUNDING_STEPS) * batch * sizes.scoped * FISHER_FLOPS / flops_per_s
     if evaluated:
         memory = max(memory, _held(sizes, options.evaluation_tokens * sizes.hidden, memory_bytes))
-        seconds += 2 * FORWARD_FLOPS * float(options.evaluation_tokens) * sizes.parameters / flops_per_s
-    return Needs(memory_bytes=memory, disk_bytes=codes + plain, seconds=seconds)
+    return Needs(memory_bytes=memory, disk_bytes=codes + plain)
 
 
 def package_needs(sizes: Sizes) -> Needs:
@@ -223,11 +196,10 @@ def package_needs(sizes: Sizes) -> Needs:
     return Needs(
         memory_bytes=PROCESS_BYTES + 2 * sizes.largest * FLOAT_BYTES,
         disk_bytes=sizes.scoped // 100 * FLOAT_BYTES + 32 * 1024 * 1024,
-        seconds=sizes.scoped * SECONDS_A_WEIGHT,
     )
 
 
-def pooling_needs(sizes: Sizes, request: PoolingCreate, *, package_bytes: int, flops_per_s: float) -> Needs:
+def pooling_needs(sizes: Sizes, request: PoolingCreate, *, package_bytes: int) -> Needs:
     """Estimate the needs of training a pooled state on public text.
 
     Memory: the memory-mapped package, a hidden vector for each token and decoder layer, the activations of
@@ -236,11 +208,9 @@ def pooling_needs(sizes: Sizes, request: PoolingCreate, *, package_bytes: int, f
     tokens = request.rows * request.length
     activations = tokens * (sizes.layers + 32) * sizes.hidden * FLOAT_BYTES
     adam = 16 * (sizes.scoped // 100)
-    work = float(request.steps) * tokens * sizes.parameters * FISHER_FLOPS
     return Needs(
         memory_bytes=PROCESS_BYTES + package_bytes + activations + 2 * adam,
         disk_bytes=adam + 32 * 1024 * 1024,
-        seconds=work / flops_per_s,
     )
 
 
@@ -250,7 +220,6 @@ def export_needs(sizes: Sizes) -> Needs:
     return Needs(
         memory_bytes=PROCESS_BYTES + EXPORT_COPIES * weights,
         disk_bytes=weights + 64 * 1024 * 1024,
-        seconds=EXPORT_LAYER_S * sizes.layers + sizes.parameters * SECONDS_A_WEIGHT,
     )
 
 
@@ -260,17 +229,12 @@ class Capacity:
 
     memory_bytes: int | None
     disk_bytes: int | None
-    flops_per_s: float
 
 
 def measure_machine(settings: Settings) -> Capacity:
     """Return the resources that this machine has now."""
     free = settings.memory_bytes if settings.memory_bytes is not None else available_memory()
-    return Capacity(
-        memory_bytes=free,
-        disk_bytes=_free_disk(settings.blob_root),
-        flops_per_s=settings.flops_per_s or FLOPS_A_CORE * (os.cpu_count() or 1),
-    )
+    return Capacity(memory_bytes=free, disk_bytes=_free_disk(settings.blob_root))
 
 
 def _free_disk(folder: Path) -> int | None:
