@@ -27,7 +27,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -122,7 +122,7 @@ class Process(subprocess.Popen[Any]):
         return cls._servers[torch]
 
 
-def run(command: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run a command like `subprocess.run` with `text` and `capture_output`."""
     with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         output, errors = process.communicate()

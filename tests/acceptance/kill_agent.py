@@ -34,6 +34,7 @@ from permille_agent.training.decision import Decision
 from permille_agent.training.personal import shareable
 from permille_agent.training.plan import Plan
 from permille_agent.training.run import list_runs
+from tests.preloaded import Process, run
 from tests.unit.edge_agent.runs import home_with_package, user_text
 
 Command = Callable[[Home, Path], Sequence[str]]
@@ -81,7 +82,7 @@ def kill_runs(folder: Path, command: Command, *, kills: int, cuts: int = 0, seed
     text = user_text(folder)
     expected_home, _ = home_with_package(folder / "whole")
     began = time.monotonic()
-    subprocess.run(command(expected_home, text), check=True, stdout=subprocess.DEVNULL)
+    assert run(command(expected_home, text)).returncode == 0
     whole_s = time.monotonic() - began
     expected = end_of(expected_home)
     report = KillReport()
@@ -94,7 +95,7 @@ def kill_runs(folder: Path, command: Command, *, kills: int, cuts: int = 0, seed
             report.by_phase[_phase(home)] += 1
             if report.cuts < cuts and _phase(home) == "steps":
                 report.cuts += _cut(home, rng)
-        subprocess.run(command(home, text), check=True, stdout=subprocess.DEVNULL)
+        assert run(command(home, text)).returncode == 0
         report.runs += 1
         differing = [name for name, value in end_of(home).items() if expected[name] != value]
         report.differences += [f"run {report.runs}: {name}" for name in differing]
@@ -143,7 +144,7 @@ def _digest(data: bytes) -> str:
 
 def _killed(command: Sequence[str], after_s: float) -> bool:
     """Start a command and kill it after some seconds. Return False if it ended earlier."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+    with Process(command, stdout=subprocess.DEVNULL) as process:
         try:
             code = process.wait(timeout=after_s)
         except subprocess.TimeoutExpired:

@@ -44,6 +44,7 @@ def _gains_and_keeps(printed: str, folder: Path) -> None:
     assert float(line["after"]) - float(line["general"]) <= KEEP_GENERAL + 0.001
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_demo_of_the_example_model(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
@@ -52,6 +53,7 @@ def test_demo_of_the_example_model(tmp_path: Path) -> None:
     _gains_and_keeps(done.stdout.splitlines()[-1], folder)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not SMOLLM2.is_file(), reason=f"no {SMOLLM2.name}: `make smollm2` fetches it where an index is reached"
 )

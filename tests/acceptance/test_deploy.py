@@ -46,6 +46,7 @@ def run(*command: str, **more: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_docker_compose_reads_the_compose_file() -> None:
     told = run("docker-compose", "-f", str(DEPLOY / "compose/compose.yaml"), "config", **SECRETS)
     services = yaml.safe_load(told)["services"]
@@ -62,6 +63,7 @@ def test_docker_compose_reads_the_compose_file() -> None:
                 assert mounted.is_file(), mounted
 
 
+@pytest.mark.slow
 def test_systemd_reads_the_units(tmp_path: Path) -> None:
     for unit in (DEPLOY / "systemd").glob("*.service"):
         name = unit.name.replace("@", "@1")
@@ -109,6 +111,7 @@ def nginx(folder: Path, blob_root: Path) -> Iterator[httpx.Client]:
             process.terminate()
 
 
+@pytest.mark.slow
 def test_nginx_sends_what_the_api_lets_it(tmp_path: Path) -> None:
     """Ranges and conditions work as without nginx. The internal location is not reachable from outside."""
     with running_api(tmp_path, downloads="accel") as api, nginx_of(api) as client:
@@ -155,6 +158,7 @@ def nginx_of(api: Api) -> Iterator[httpx.Client]:
             thread.join(60)
 
 
+@pytest.mark.slow
 def test_prometheus_reads_its_files_and_the_alerts_fire(tmp_path: Path) -> None:
     for file in (DEPLOY / "prometheus").iterdir():
         shutil.copy(file, tmp_path)
@@ -163,6 +167,7 @@ def test_prometheus_reads_its_files_and_the_alerts_fire(tmp_path: Path) -> None:
     assert "SUCCESS" in run("promtool", "test", "rules", str(tmp_path / "alerts_test.yml"))
 
 
+@pytest.mark.slow
 @pytest.mark.attack(16, "Prometheus' token is wrong, or /metrics is asked for from outside")
 def test_prometheus_scrapes_the_api_as_compose_starts_it(tmp_path: Path) -> None:
     """Run Prometheus with our configuration, and an API with the arguments and settings of compose."""
@@ -228,6 +233,7 @@ def process(command: list[str], **options: Any) -> Iterator[None]:
             running.wait(60)
 
 
+@pytest.mark.slow
 def test_kubernetes_takes_the_manifests() -> None:
     import kubernetes_validate  # slow, so not at each start of the tests
 

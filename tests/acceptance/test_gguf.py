@@ -24,6 +24,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 MOST_BYTES = 100_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not SMOLLM2.is_file(), reason=f"no {SMOLLM2.name}: `make smollm2` fetches it where an index is reached"
 )

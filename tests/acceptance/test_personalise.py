@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.acceptance.environments import ROOT
+from tests.preloaded import Process, run
 from tests.running_service import environment, permille
 
 EXAMPLES = ROOT / "examples"
@@ -32,7 +33,7 @@ def _options(folder: Path, name: str) -> list[str]:
 
 
 def _run(options: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(options, capture_output=True, text=True, env=environment(), check=False)
+    return run(options, env=environment())
 
 
 def _answer(options: list[str]) -> dict[str, Any]:
@@ -77,6 +78,7 @@ def _until_none_lives(folder: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_command_goes_on_to_the_same_model(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
@@ -93,7 +95,7 @@ def test_a_killed_command_goes_on_to_the_same_model(
         ("device-*/runs/*/outcome.json", signal.SIGKILL),
     )
     for pattern, number in stages:
-        process = subprocess.Popen(
+        process = Process(
             options,
             env=environment(),
             text=True,
@@ -126,6 +128,7 @@ def test_a_killed_command_goes_on_to_the_same_model(
     assert "127.0.0.1" not in shown and "waiting" not in shown, "no service will ever take a report"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_another_text_begins_from_the_base_model(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     shutil.copytree(whole[0] / "whole", tmp_path / "other")

@@ -144,6 +144,7 @@ class Transcript:
         return [printed for block, printed in self.entries if command in block.text][nth]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_tour_runs_as_it_stands(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path / "wheel")

@@ -64,6 +64,7 @@ def same(one: RunResult, other: RunResult) -> bool:
     return (one.outcome, one.decision) == (other.outcome, other.decision)
 
 
+@pytest.mark.slow
 @pytest.mark.attack(11, "the device's disk fills up at any point of a training")
 def test_a_training_that_found_no_room_goes_on_to_the_same_end(tmp_path: Path) -> None:
     text = user_text(tmp_path)

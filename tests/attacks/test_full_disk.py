@@ -85,6 +85,7 @@ def words(where: str, *, is_disk: bool) -> Callable[[str], bool]:
     return lambda text: "cannot be written" in text
 
 
+@pytest.mark.slow
 @pytest.mark.attack(11, "fills the disk of the blob store")
 def test_health_says_that_the_blobs_disk_is_full(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -101,6 +102,7 @@ def test_health_says_that_the_blobs_disk_is_full(tmp_path: Path) -> None:
             assert health(running) == (200, "ok")
 
 
+@pytest.mark.slow
 @pytest.mark.attack(11, "fills the disk of the database")
 def test_refusals_name_the_databases_full_disk(tmp_path: Path) -> None:
     disk = tmp_path / "disk"

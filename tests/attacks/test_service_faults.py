@@ -69,6 +69,7 @@ def read_only(folder: Path, *, is_disk: bool) -> Iterator[None]:
         folder.chmod(0o700)
 
 
+@pytest.mark.slow
 @pytest.mark.attack(19, "the disk is full, or read-only, while the schema is made")
 def test_a_migration_on_a_bad_disk_says_so_in_a_line_and_can_be_repeated(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -91,6 +92,7 @@ def test_a_migration_on_a_bad_disk_says_so_in_a_line_and_can_be_repeated(tmp_pat
         assert migrate(data_dir).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.attack(19, "the disk of database and keys is full while a release is signed")
 def test_a_release_that_cannot_be_signed_or_written_is_not_published(tmp_path: Path) -> None:
     disk, keys = tmp_path / "disk", tmp_path / "keys"
@@ -141,6 +143,7 @@ def _without_space(running: Running, disk: Path, *, is_disk: bool) -> Iterator[N
     resource.prlimit(running.api_pid, resource.RLIMIT_FSIZE, (hard, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.attack(19, "the disk is full when the timestamp is due: devices are to be cut off")
 def test_a_timestamp_that_cannot_be_renewed_is_served_until_it_ends(tmp_path: Path) -> None:
     clock, path = Clock(), f"/v1/trust/metadata/{TIMESTAMP_FILE}"
@@ -186,6 +189,7 @@ class ShiftedClock:
             file.write(struct.pack("=q", int(by.total_seconds())))
 
 
+@pytest.mark.slow
 @pytest.mark.attack(19, "the service's clock jumps a year ahead, then two years back")
 def test_jobs_tokens_and_releases_outlive_a_clock_that_jumps(tmp_path: Path) -> None:
     clock = ShiftedClock(tmp_path)

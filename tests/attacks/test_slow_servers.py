@@ -78,6 +78,7 @@ def _swollen_chunks(client: socket.socket) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.attack(9, "an answer of which a byte comes now and then, or much that is none of its body")
 @pytest.mark.parametrize("answer", [_slow_head, _slow_body, _endless_interim, _swollen_chunks])
 def test_a_request_ends_however_slowly_its_answer_drops_in(
@@ -91,6 +92,7 @@ def test_a_request_ends_however_slowly_its_answer_drops_in(
         assert GRACE_S <= time.monotonic() - begin < 60
 
 
+@pytest.mark.slow
 @pytest.mark.attack(9, "a body of which little comes, to a stream")
 def test_a_stream_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "GRACE_S", GRACE_S, raising=False)

@@ -38,6 +38,7 @@ from tests.bigram_engine import BigramEngine
 from tests.federations import Site, make_site
 from tests.integration.agent_site import ROOT
 from tests.kill_rounds import STEPS
+from tests.preloaded import run
 from tests.rounds_site import GRADIENT, Agent, Service, make_agent, rounds_service
 
 
@@ -102,7 +103,14 @@ def kept_contribution(agent: Agent, number: int) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("step", STEPS)
+SHORT = ("step-durable", "contribution-kept", "contribution-sent")
+"""The steps of `make test`. The others are slow."""
+
+
+@pytest.mark.parametrize(
+    "step",
+    [step if step in SHORT else pytest.param(step, marks=pytest.mark.slow) for step in STEPS],
+)
 def test_a_device_killed_at_any_step_sends_the_same_bytes_and_is_counted_once(
     two_rounds: tuple[Site, Agent], step: str, tmp_path: Path
 ) -> None:
@@ -111,7 +119,7 @@ def test_a_device_killed_at_any_step_sends_the_same_bytes_and_is_counted_once(
     assert undisturbed.take_part() == TookPart(invited=1, trained=1, sent=1)
     killed = member.copied(tmp_path / "killed")
     command = [sys.executable, "-m", "tests.kill_rounds", str(killed.home.root), str(killed.text), step]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = run(command, cwd=ROOT)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     killed.take_part()
     assert kept_contribution(killed, 1) == kept_contribution(undisturbed, 1)

@@ -1,4 +1,4 @@
-"""schemathesis finds no errors in a short run of `python -m tests.api_fuzz`."""
+"""schemathesis finds no errors in a short run. `make schemathesis` makes a longer one."""
 
 from pathlib import Path
 
@@ -7,13 +7,13 @@ import pytest
 from tests.api_fuzz import ALL_PHASES, empty_database, fuzz
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("database", "examples", "phases"),
     [
-        ("sqlite", 1, "examples,fuzzing"),
-        pytest.param("sqlite", 50, ALL_PHASES, marks=pytest.mark.slow),
-        pytest.param("postgresql", 5, ALL_PHASES, marks=pytest.mark.slow),
+        ("sqlite", 1, ALL_PHASES),
+        ("postgresql", 1, "examples,fuzzing"),
     ],
 )
 def test_schemathesis_finds_nothing_with_all_checks(

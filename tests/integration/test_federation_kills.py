@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,13 @@ from tests.running_service import environment
 from tests.unit.store import postgres
 
 WAIT_S = 800.0
+
+
+def _short(steps: Iterable[str]) -> list[Any]:
+    """Return the steps as parameters. All but one are slow."""
+    return [
+        step if step == "in-the-transaction" else pytest.param(step, marks=pytest.mark.slow) for step in steps
+    ]
 
 
 @contextmanager
@@ -89,7 +96,7 @@ def check_counted_once(site: Site, sent: list[bytes], number: int = 0) -> None:
         assert not [row for row in session.query(Participation) if row.data is not None]
 
 
-@pytest.mark.parametrize("step", WORKER_STEPS)
+@pytest.mark.parametrize("step", _short(WORKER_STEPS))
 def test_a_worker_killed_while_it_closes_a_round(tmp_path: Path, step: str) -> None:
     mark = tmp_path / "mark"
     with running_api(tmp_path) as api:
@@ -104,7 +111,7 @@ def test_a_worker_killed_while_it_closes_a_round(tmp_path: Path, step: str) -> N
         check_counted_once(site, sent)
 
 
-@pytest.mark.parametrize("step", API_STEPS)
+@pytest.mark.parametrize("step", _short(API_STEPS))
 def test_an_api_killed_while_it_takes_a_contribution(tmp_path: Path, step: str) -> None:
     mark = tmp_path / "mark"
     with running_api(tmp_path) as api:

@@ -4,6 +4,7 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 
 from permille.corpora.sequences import token_sequences
@@ -26,6 +27,7 @@ from tests.tiny_model import write_corpus, write_model
 _LAYERS = 10
 
 
+@pytest.mark.slow
 def test_a_kill_at_seven_tenths_costs_one_layer_at_most(tmp_path: Path) -> None:
     model = write_model(tmp_path / "models" / "deep", config=TINY_LLAMA | {"num_hidden_layers": _LAYERS})
     texts = write_corpus(tmp_path / "corpora" / "texts.jsonl", rows=400)

@@ -24,7 +24,8 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
             yield place
 
 
-anywhere = pytest.mark.parametrize("site", ["local", "celery"], indirect=True)
+CELERY = pytest.param("celery", marks=pytest.mark.slow)
+anywhere = pytest.mark.parametrize("site", ["local", CELERY], indirect=True)
 
 
 def test_jobs_finish_and_leave_no_work_folder(site: Site) -> None:
@@ -36,7 +37,7 @@ def test_jobs_finish_and_leave_no_work_folder(site: Site) -> None:
     wait_until(lambda: not list((site.root / "work" / "jobs").iterdir()), site.explain)
 
 
-@anywhere
+@pytest.mark.parametrize("site", ["local", "celery"], indirect=True)
 def test_a_killed_worker_takes_its_child_along_and_another_attempt_resumes(site: Site) -> None:
     site.settings["LEASE_S"] = "2"
     job = site.submit(steps=40, step_s=0.05, max_attempts=20)

@@ -66,6 +66,7 @@ def shards_of(site: Site) -> list[Job]:
         return list(session.scalars(select(Job).where(Job.kind == "shard").order_by(Job.id)))
 
 
+@pytest.mark.slow
 def test_three_workers_make_what_one_process_makes_though_one_is_killed_in_a_shard(site: Site) -> None:
     site.settings.update(FISHER_SPLIT_FLOPS="0", LEASE_S="5", THREADS="1")
     mask = submit_mask(site)

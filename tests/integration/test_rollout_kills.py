@@ -22,7 +22,11 @@ from permille.store.tables import Rollout, RolloutReport, WebhookDelivery
 from permille_workers.runtime.webhooks import send_due
 from tests.api_service import Api, running_api
 
-MOMENTS = ("after_flush", "before_commit", "after_commit")
+MOMENTS = (
+    pytest.param("after_flush", marks=pytest.mark.slow),
+    pytest.param("before_commit", marks=pytest.mark.slow),
+    "after_commit",
+)
 RULES = {"waves": ["50%", "100%"], "min_reports": 1, "soak_s": 0, "deadline_s": 3600}
 KEY = "rollout-1"
 

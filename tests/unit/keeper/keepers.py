@@ -15,6 +15,7 @@ from permille.federation.private_rounds import draw_round_noise
 from permille_keeper.main import main
 from permille_keeper.memory import Memory
 from permille_keeper.server import _Handler
+from tests.preloaded import Process
 
 STEPS = ("asked", "opened", "drawn", "kept", "answering")
 
@@ -52,7 +53,7 @@ def running(
 ) -> Iterator[tuple[int, "subprocess.Popen[str]"]]:
     """Run a keeper on loopback. Yields its port and its process."""
     command = [sys.executable, "-m", "tests.unit.keeper.keepers", step or "-", "--home", str(home), "run"]
-    process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.PIPE, text=True)
+    process = Process([*command, "--port", str(port)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

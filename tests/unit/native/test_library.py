@@ -159,6 +159,7 @@ def test_importing_the_library_loads_and_compiles_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_wheels_carry_the_library_and_the_platform_or_are_pure(tmp_path: Path) -> None:
     system = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     for compiler, tag in (("cc", f"py3-none-{system}"), ("no-such-compiler", "py3-none-any")):
@@ -197,6 +198,7 @@ def test_the_image_gets_what_it_copies_and_no_library_of_the_host() -> None:
     assert f"permille/native/{LIBRARY_NAME}*" in rules[last_of_permille:]
 
 
+@pytest.mark.slow
 def test_a_wheel_never_carries_a_library_that_was_built_before(tmp_path: Path) -> None:
     """This is the case in an image, which has no .gitignore."""
     for name in _what_the_image_copies():

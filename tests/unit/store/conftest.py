@@ -15,6 +15,18 @@ from permille.store.tables import Base
 from tests.unit.store import postgres
 
 BACKENDS = ("sqlite", "postgresql")
+SQL_DIFFERS = (
+    "test_claims",
+    "test_clock",
+    "test_collection",
+    "test_federations",
+    "test_large",
+    "test_lock_order",
+    "test_logs_at_once",
+    "test_parents",
+    "test_schema",
+)
+"""Modules whose statements or locks differ between the databases. `make test` has these on PostgreSQL."""
 
 
 class Clock:
@@ -51,6 +63,15 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("template") / "permille.db"
     migrate(f"sqlite:///{path}")
     return path
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Mark the tests on PostgreSQL as slow, except those of `SQL_DIFFERS`."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if parameters.get("backend") == "postgresql" and item.path.stem not in SQL_DIFFERS:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -28,6 +28,7 @@ from permille_agent.link.report import enqueue, read_report
 from permille_agent.state.home import Home
 from permille_agent.state.models import Active, activate, active_model
 from tests.device_service import CODE, DeviceService, Fault
+from tests.preloaded import Process
 from tests.unit.edge_agent.samples import RUN_ID, metrics
 from tests.unit.edge_agent.state.test_lock import another_process_holds
 
@@ -287,7 +288,7 @@ def test_one_pass_of_the_daemon_ends_by_itself(enrolled: Agent, package: Package
 
 def test_a_daemon_ends_cleanly_on_sigterm_and_is_the_only_one(enrolled: Agent, home: Home) -> None:
     command = [sys.executable, "-m", "permille_agent", "--home", str(home.root), "run"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as daemon:
+    with Process(command, stderr=subprocess.PIPE, text=True) as daemon:
         # After its first poll, the daemon holds its lock and handles signals.
         while not home.releases.exists() or "installed" not in home.releases.read_text():
             assert daemon.poll() is None
