@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, Final, cast
 
@@ -24,6 +25,8 @@ SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".txt")
 # In bytes. A whole row is held in memory, so its size needs a limit.
 LARGEST_ROW = 8 << 20
 HEAD_BYTES = 1 << 20
+# Empty gzip members have 20 bytes each and no text, so a head is limited in the file, too.
+_HEAD_FILE_BYTES = 2 * HEAD_BYTES
 # A .txt file has no rows. It is cut at blank lines into texts of at least this many characters.
 TEXT_CHARACTERS = 4096
 _EXAMPLES = 5
@@ -107,7 +110,9 @@ def file_texts(path: Path, report: ReadReport) -> Iterator[str]:
 
 
 def check_head(path: Path) -> None:
-    """Check that the first rows of a file fit the ending of its name. Read at most `HEAD_BYTES`.
+    """Check that the first rows of a file fit the ending of its name.
+
+    It reads at most `HEAD_BYTES` of text, from at most twice as many bytes of the file.
 
     Raises:
         InputError: the name has another ending, the file cannot be read, too many rows are broken, or there
@@ -115,7 +120,7 @@ def check_head(path: Path) -> None:
     """
     if not path.name.endswith(SUFFIXES):
         raise InputError(f"The name of {path.name!r:.200} must end with one of {', '.join(SUFFIXES)}.")
-    with _opened(path) as file:
+    with _opened(path, most=_HEAD_FILE_BYTES) as file:
         head = file.read(HEAD_BYTES)
     lines = head.splitlines(keepends=True)
     # If the file is longer than `HEAD_BYTES`, the last line may be cut off, so it is not checked.
@@ -230,11 +235,12 @@ def _lines(path: Path) -> Iterator[bytes | None]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    compressed = path.name.endswith(".gz")
+def _opened(path: Path, *, most: int | None = None) -> Iterator[BinaryIO]:
+    """Open a file, and decompress it if its name says so. Give at most the first `most` bytes of the file."""
     try:
-        with cast(BinaryIO, gzip.open(path, "rb")) if compressed else path.open("rb") as file:
-            yield file
+        with path.open("rb") as whole:
+            file = whole if most is None else BytesIO(whole.read(most))
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if path.name.endswith(".gz") else file
     except (gzip.BadGzipFile, zlib.error, EOFError) as exc:
         raise InputError(
             f"{path.name!r:.200} is not a complete gzip file: {exc}. Copy the file again."

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from permille.digests import canonical_json, digest_of, digest_of_file, finite_number
 from permille.errors import InputError
 from permille.files import follow_inside
+from permille.models.config_keys import kept_settings
 from permille.models.descriptions import Family
 from permille.models.families import canonical_name, expected_tensors, family_of, scoped_tensors, text_config
 from permille.tensors import RawTensor, release
@@ -54,8 +55,10 @@ _IF_MISSING = {
 # A clone without git-lfs has text files in place of the weights. They begin with these bytes.
 _LFS_POINTER = b"version https://git-lfs"
 _DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_LARGEST_HEADER = 64 << 20
-_LARGEST_JSON = 64 << 20
+# Python needs thirty times as much memory for parsed JSON. A model of 126 layers has a header of 150 kB.
+_LARGEST_HEADER = 8 << 20
+_LARGEST_INDEX = 8 << 20
+_LARGEST_CONFIG = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,10 +195,15 @@ class ScopedWeights(Mapping[str, NDArray[np.float32]]):
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the config of a model folder. For a model with vision, return that of its text model.
 
+    Keys that are not on the list of `config_keys.py` are left out.
+
     Raises:
-        InputError: the file is missing, malformed or leads out of the folder.
+        InputError: the file is missing, malformed or leads out of the folder, or the family is unknown.
     """
-    return dict(text_config(_read_json(folder, CONFIG_FILE)))
+    config = text_config(_read_json(folder, CONFIG_FILE, _LARGEST_CONFIG))
+    # This also checks keys that are not kept: they say that a model is quantized or a mixture.
+    family_of(config)
+    return kept_settings(config)
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -245,10 +253,10 @@ def _check_folder(folder: Path) -> None:
         raise InputError(f"{folder.name} holds an adapter ({_ADAPTER_FILE}), no whole model. Merge it first.")
 
 
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
+def _read_json(folder: Path, name: str, limit: int) -> dict[str, Any]:
     path = inside(folder, name)
-    if path.stat().st_size > _LARGEST_JSON:
-        raise InputError(f"{name} is larger than {_LARGEST_JSON} bytes: {path.stat().st_size}")
+    if path.stat().st_size > limit:
+        raise InputError(f"{name} is larger than {limit} bytes: {path.stat().st_size}")
     return _parse_object(path.read_bytes(), name)
 
 
@@ -267,7 +275,7 @@ def _weight_files(folder: Path) -> list[str]:
     if (folder / WEIGHTS_FILE).exists():  # preferred to the index, as in transformers
         return [WEIGHTS_FILE]
     if (folder / INDEX_FILE).exists():
-        mapped = _read_json(folder, INDEX_FILE).get("weight_map")
+        mapped = _read_json(folder, INDEX_FILE, _LARGEST_INDEX).get("weight_map")
         files = list(mapped.values()) if isinstance(mapped, dict) else []
         if not files or not all(isinstance(file, str) and file.endswith(".safetensors") for file in files):
             raise InputError(f"{INDEX_FILE} has no weight_map of .safetensors files.")

@@ -8,8 +8,6 @@ tokenizer to `tokenizer.json`. The original folder does not change.
 """
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +15,7 @@ from permille.digests import canonical_json, digest_of, digest_of_file
 from permille.errors import InputError
 from permille.files import made_once
 from permille.models.checkpoint import TEXT_FILES, WEIGHTS_FILE, Checkpoint, inside
+from permille.sandbox.process import SandboxError, run_once
 
 PICKLES: Final = ("pytorch_model.bin", "pytorch_model-*.bin")
 PICKLE_INDEX: Final = "pytorch_model.bin.index.json"
@@ -70,12 +69,12 @@ def _convert(folder: Path, made: Path, pickles: list[str]) -> None:
             f"{folder.name} has {size} bytes of pickled weights, and at most {MAX_PICKLE_BYTES} are "
             "converted. Save the model with `save_pretrained(..., safe_serialization=True)`."
         )
-    # -P keeps the current folder off the import path, so no file there can pose as a module.
-    command = [sys.executable, "-P", "-m", "permille.sandbox.conversion", str(made), *map(str, paths)]
     try:
-        child = subprocess.run(command, capture_output=True, timeout=CHILD_S, check=False)
-    except subprocess.TimeoutExpired as exc:
-        raise InputError(f"The weights of {folder.name} took more than {CHILD_S:.0f} s to convert.") from exc
+        child = run_once(
+            "permille.sandbox.conversion", str(int(CHILD_S)), str(made), *map(str, paths), timeout_s=CHILD_S
+        )
+    except SandboxError as exc:
+        raise InputError(f"{folder.name} cannot be converted: {exc}") from exc
     # Without pickles, the child converts the tokenizer alone.
     if child.returncode == 0 and (not paths or (made / WEIGHTS_FILE).exists()):
         return

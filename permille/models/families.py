@@ -7,6 +7,7 @@ uses no torch and reads no files.
 The shape of a linear layer's weight is (N, K) = (out_features, in_features).
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ _MISSING_LAYERS = {
 _OTHERS = "`permille models catalogue` lists models to choose from."
 # The largest number of layers. Tensors are listed layer by layer, so a forged number could fill the memory.
 MOST_LAYERS = 4096
+# Counts above 2^53 are no exact numbers in JSON. The largest published models have some 2^41 weights.
+MOST_PARAMETERS = 1 << 44
 
 
 # Keys of a model with vision that also hold for its text model.
@@ -279,7 +282,7 @@ def expected_tensors(config: Config) -> dict[str, TensorShape]:
     The order is: embeddings, blocks by index (in each, the linear layers first), final norm, head.
 
     Raises:
-        InputError: as for `shape_of`.
+        InputError: as for `shape_of`, or there are more than `MOST_PARAMETERS` weights.
     """
     shape = shape_of(config)
     about, table = shape.about, (shape.vocabulary, shape.embedded)
@@ -295,7 +298,11 @@ def expected_tensors(config: Config) -> dict[str, TensorShape]:
         tensors |= {f"{about.prefix}.{index}.{name}": size for name, size in block.items()}
     if shape.normed and shape.normed_last:
         tensors |= shape.norm(about.final_norm, shape.hidden)
-    return tensors if shape.tied else tensors | {"lm_head.weight": table}
+    if not shape.tied:
+        tensors["lm_head.weight"] = table
+    if (total := sum(map(math.prod, tensors.values()))) > MOST_PARAMETERS:
+        raise InputError(f"config.json describes {total} weights, more than {MOST_PARAMETERS}.")
+    return tensors
 
 
 def scoped_tensors(config: Config, scope: str = "all") -> tuple[tuple[str, tuple[int, int]], ...]:

@@ -10,28 +10,10 @@ from typing import Any
 
 from permille.digests import finite_number
 from permille.errors import InputError, PackageError
+from permille.models.config_keys import CONFIG_KEYS, check_plain
 from permille.models.families import expected_tensors, family_of
 
 MAX_CONFIG_BYTES = 8 << 20  # this much, since tokenizer_config.json holds chat templates and added tokens
-# The configs of all families that we know stay within these two limits.
-_MAX_DEPTH = 4
-_MAX_TEXT = 200
-
-_SHARED = """
-architectures bos_token_id dtype eos_token_id hidden_size initializer_range is_decoder is_encoder_decoder
-max_position_embeddings model_type num_attention_heads num_hidden_layers pad_token_id sep_token_id
-tie_word_embeddings torch_dtype transformers_version use_cache vocab_size attention_bias attention_dropout
-attn_logit_softcapping bos_token_ids cache_implementation final_logit_softcapping head_dim hidden_act
-hidden_activation intermediate_size layer_types max_window_layers mlp_bias num_key_value_heads
-partial_rotary_factor pretraining_tp query_pre_attn_scalar rms_norm_eps rope_local_base_freq rope_parameters
-rope_scaling rope_theta sliding_window sliding_window_pattern use_bidirectional_attention use_sliding_window
-activation_dropout activation_function do_layer_norm_before dropout enable_bias ffn_dim init_std
-layer_norm_elementwise_affine layerdrop prefix word_embed_proj_dim _remove_final_layer_norm classifier_dropout
-hidden_dropout layer_norm_eps rotary_emb_base rotary_pct use_parallel_residual attention_multiplier
-embedding_multiplier logits_scaling no_rope_layer_interval no_rope_layers residual_multiplier
-original_max_position_embeddings
-"""
-CONFIG_KEYS = frozenset(_SHARED.split())
 
 
 def clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +47,10 @@ def parse_config(data: bytes) -> dict[str, Any]:
         PackageError: `config-malformed`, `config-key` or `config-model`.
     """
     config = _object(data)
-    _check_settings(config, 0)
+    try:
+        check_plain(config)
+    except InputError as exc:
+        raise PackageError("config-malformed", str(exc)) from exc
     unknown = sorted(config.keys() - CONFIG_KEYS)
     if unknown:
         raise PackageError("config-key", f"config.json has keys that no package may have: {unknown!r:.200}")
@@ -99,18 +84,6 @@ def check_file(path: str, data: bytes) -> None:
         parse_config(data)
     elif path in ("generation_config.json", "tokenizer_config.json"):
         _refuse_code(_object(data), path)
-
-
-def _check_settings(value: object, depth: int) -> None:
-    """Check that texts are short and that collections are not deeply nested."""
-    if depth > _MAX_DEPTH or (isinstance(value, str) and len(value) > _MAX_TEXT):
-        raise PackageError(
-            "config-malformed",
-            f"A setting is nested deeper than {_MAX_DEPTH}, or longer than {_MAX_TEXT} letters.",
-        )
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for item in items:
-        _check_settings(item, depth + 1)
 
 
 def _refuse_code(config: Mapping[str, Any], path: str) -> None:

@@ -1,10 +1,10 @@
 """The child process that opens pickled weights and slow tokenizers.
 
-    python -m permille.sandbox.conversion FOLDER PICKLE...
+    python -m permille.sandbox.conversion SECONDS FOLDER PICKLE...
 
 It writes `model.safetensors` into FOLDER, and also `tokenizer.json` if there is none. On failure it
-prints the reason in one line on standard output. It sets limits on its memory, on the files that it writes,
-and on its network (`confinement.py`).
+prints the reason in one line on standard output. It sets limits on its memory, on its processor time
+(SECONDS), on the files that it writes, and on its network (`confinement.py`).
 """
 
 import sys
@@ -13,24 +13,33 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from permille.sandbox.confinement import confine
+from permille.sandbox.confinement import confine, die_with_parent
 
-# The address space that torch and transformers reserve. They touch only a small part of it.
+# The address space that torch and transformers reserve, and the memory that they may use besides the weights.
+# Without CUDA they use 0.2 GB.
 _LIBRARIES_BYTES = 16 << 30
+_WORK_BYTES = 2 << 30
 
 
 class _UnreadableError(Exception):
     """A file that cannot be converted. The message is for the user."""
 
 
-def main(folder: Path, pickles: list[Path]) -> int:
+def main(cpu_s: int, folder: Path, pickles: list[Path]) -> int:
     """Convert the files. Return the exit code."""
+    die_with_parent()
     size = sum(path.stat().st_size for path in pickles)
-    # The file holds each weight once, except that a tied head may be in it twice.
-    confine(memory_bytes=_LIBRARIES_BYTES + 4 * size, file_bytes=2 * size + (256 << 20))
+    # The weights are loaded once, and copied once where their order in memory differs.
+    confine(
+        memory_bytes=_LIBRARIES_BYTES + 4 * size,
+        data_bytes=_WORK_BYTES + 4 * size,
+        cpu_s=cpu_s,
+        file_bytes=2 * size + (256 << 20),
+    )
     try:
         if pickles:
-            _convert_weights(folder, pickles)
+            # The file holds each weight once, except that a tied head may be in it twice.
+            _convert_weights(folder, pickles, most=2 * size)
         if not (folder / "tokenizer.json").exists():
             _convert_tokenizer(folder)
     except _UnreadableError as exc:
@@ -39,12 +48,13 @@ def main(folder: Path, pickles: list[Path]) -> int:
     return 0
 
 
-def _convert_weights(folder: Path, pickles: list[Path]) -> None:
+def _convert_weights(folder: Path, pickles: list[Path], *, most: int) -> None:
     import torch
     from safetensors.torch import save_file
 
     found: dict[str, Any] = {}
     places = set[int]()
+    claimed = 0
     for path in pickles:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -64,6 +74,13 @@ def _convert_weights(folder: Path, pickles: list[Path]) -> None:
                 )
             if name in found:
                 raise _UnreadableError(f"{path.name} holds {name!r:.80}, which another file holds, too.")
+            # A stride of 0, or a name for bytes that have one already, claims more than the file has.
+            claimed += tensor.numel() * tensor.element_size()
+            if claimed > most:
+                raise _UnreadableError(
+                    f"{path.name} is damaged: its tensors claim {claimed} bytes or more, which the file does "
+                    "not have. Download it again."
+                )
             # The safetensors format has no shared tensors, such as a tied head, so copy them.
             is_shared = tensor.data_ptr() in places
             places.add(tensor.data_ptr())
@@ -94,4 +111,4 @@ def _convert_tokenizer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]))
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), [Path(name) for name in sys.argv[3:]]))

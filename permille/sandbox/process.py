@@ -31,8 +31,53 @@ MAX_ANSWER_BYTES = 256 << 20
 MAX_TOKENS_A_CHARACTER = 80
 
 
+# The variables that a child gets. Others may hold a secret: a token of the hub, or a password in a URL.
+_KEPT_VARIABLES = (
+    *("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PERMILLE_NATIVE", "SYSTEMROOT"),
+    *("PYTHONDONTWRITEBYTECODE", "PYTHONHOME", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV"),
+    *("TEMP", "TMP", "TMPDIR"),
+)
+_SET_VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
 class SandboxError(PermilleError):
     """The child broke a limit, or ended."""
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of a child: what Python and its libraries need, and no secrets."""
+    return {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _SET_VARIABLES
+
+
+def run_once(
+    module: str, *arguments: str, timeout_s: float, data: bytes = b""
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a module as a child process until it ends. The module confines itself.
+
+        done = run_once("permille.sandbox.heads", "folder", "/models/tiny", timeout_s=60.0)
+
+    Args:
+        module: the module. It calls `die_with_parent` and `confine` first.
+        arguments: its arguments.
+        timeout_s: the child is killed after this many seconds.
+        data: its standard input.
+
+    Raises:
+        SandboxError: the time is over.
+    """
+    try:
+        return subprocess.run(
+            # `-P`: the current folder must not provide modules to the child.
+            [sys.executable, "-P", "-m", module, *arguments],
+            input=data,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=child_environment(),
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise SandboxError(f"It took more than {timeout_s:.0f} s.") from exc
 
 
 class Sandbox:
@@ -106,7 +151,7 @@ class Sandbox:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            env=child_environment(),
             bufsize=0,
             start_new_session=True,  # Ctrl-C goes to the parent only, which ends the child itself
         )

@@ -33,7 +33,7 @@ from permille_service.federations import routes as federation_routes
 from permille_service.fleet import routes as fleet_routes
 from permille_service.inputs import corpora, models
 from permille_service.jobs import routes as job_routes
-from permille_service.jobs.stream import MAX_STREAMS, MAX_STREAMS_PER_TOKEN
+from permille_service.jobs.stream import MAX_STREAMS, MAX_STREAMS_PER_TENANT, MAX_STREAMS_PER_TOKEN
 from permille_service.limits import RateLimit, Slots
 from permille_service.pages import routes as pages
 from permille_service.parameters import check_given_once
@@ -180,7 +180,9 @@ def _open_service(settings: Settings) -> Service:
         blobs=open_blobs(settings, attempts=2),
         seal=keys.Seal(settings.keys_dir),
         sign_ins=RateLimit(settings.sign_ins_per_minute, clock=time.monotonic),
-        streams=Slots(MAX_STREAMS, of_one=MAX_STREAMS_PER_TOKEN),
+        streams=Slots(MAX_STREAMS, of_one=MAX_STREAMS_PER_TOKEN, calls="streams"),
+        tenant_streams=Slots(MAX_STREAMS, of_one=MAX_STREAMS_PER_TENANT, calls="streams"),
+        heads=Slots(models.MAX_HEADS, of_one=1, calls="registrations of files"),
         trust_keys=keys.TrustKeys(settings.keys_dir),
         round_keys=keys.RoundKeys(settings.keys_dir),
         # Without a broker, workers find jobs in the database alone.

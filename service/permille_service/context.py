@@ -26,7 +26,9 @@ class Service:
     blobs: BlobFolder
     seal: keys.Seal
     sign_ins: RateLimit
-    streams: Slots
+    streams: Slots  # by token
+    tenant_streams: Slots
+    heads: Slots  # files that are read for a registration, by tenant
     trust_keys: keys.TrustKeys
     round_keys: keys.RoundKeys
     dispatcher: CeleryDispatcher | None  # None: there is no broker, and workers find jobs in the database

@@ -62,37 +62,52 @@ class RateLimit:
 
 
 class Slots:
-    """Slots for long calls, with a limit for all callers together and a limit for each key."""
+    """Slots for long calls, with a limit for all callers together and a limit for each key.
 
-    def __init__(self, most: int, *, of_one: int) -> None:
+    Args:
+        most: the number of slots.
+        of_one: the number of slots that one key may hold.
+        calls: a noun for the calls, in the plural.
+
+    Example:
+        >>> slots = Slots(8, of_one=1, calls="registrations")
+        >>> with slots.hold("tenant_1"), slots.hold("tenant_1"):
+        ...     pass
+        Traceback (most recent call last):
+        permille_service.problems.ApiError: 429: More than 1 registrations at a time. Wait for one to end.
+    """
+
+    def __init__(self, most: int, *, of_one: int, calls: str) -> None:
         self._most = most
         self._of_one = of_one
+        self._calls = calls
         self._held: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     @contextmanager
     def hold(self, key: str) -> Iterator[None]:
         """Hold a slot during a `with` block.
 
-        Call this only in the thread of the event loop, because there is no lock.
-
         Raises:
             ApiError: `too-many-requests` at the limit of the key, `unavailable` at the limit of all callers.
         """
-        if self._held[key] >= self._of_one:
-            raise ApiError(
-                ProblemType.TOO_MANY_REQUESTS,
-                f"More than {self._of_one} streams at a time. Close one of them first.",
-            )
-        if self._held.total() >= self._most:
-            raise ApiError(
-                ProblemType.UNAVAILABLE,
-                f"All callers together have {self._most} open streams, the maximum. Try again later.",
-            )
-        self._held[key] += 1
+        with self._lock:
+            if self._held[key] >= self._of_one:
+                raise ApiError(
+                    ProblemType.TOO_MANY_REQUESTS,
+                    f"More than {self._of_one} {self._calls} at a time. Wait for one to end.",
+                )
+            if self._held.total() >= self._most:
+                raise ApiError(
+                    ProblemType.UNAVAILABLE,
+                    f"All callers together have {self._most} {self._calls}, the maximum. Try again later.",
+                )
+            self._held[key] += 1
         try:
             yield
         finally:
-            self._held[key] -= 1
-            if self._held[key] == 0:
-                # A Counter keeps keys whose count is zero, so the key would stay in memory.
-                del self._held[key]
+            with self._lock:
+                self._held[key] -= 1
+                if self._held[key] == 0:
+                    # A Counter keeps keys whose count is zero, so the key would stay in memory.
+                    del self._held[key]

@@ -15,7 +15,7 @@ import pytest
 from permille.errors import InputError, PackageError
 from permille.models.loading import FileTokenizer
 from permille.sandbox import process as sandbox
-from permille.sandbox.process import Sandbox
+from permille.sandbox.process import Sandbox, run_once
 from permille_agent.link.install import install
 from permille_agent.state.home import open_home
 from permille_agent.state.models import InstalledRelease, installed_release
@@ -228,3 +228,22 @@ def test_a_conversation_of_twenty_thousand_messages_is_rendered_within_the_budge
     text, spans = ChatTemplate(None, {"eos_token": "</s>"}, Sandbox()).render_with_targets(talk)
     assert len(spans) == 10_000
     assert text[slice(*spans[-1])] == " message 19999</s>\n"
+
+
+@pytest.mark.attack(27, "a child that reads a stranger's bytes inherits tokens and passwords")
+def test_children_inherit_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {
+        "HF_TOKEN": "hf_secret",
+        "PERMILLE_DATABASE_URL": "postgresql+psycopg://user:secret@host/name",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "PERMILLE_METRICS_TOKEN": "secret",
+    }
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    printed = run_once("timeit", "-n1", "-r1", "import os; print(dict(os.environ))", timeout_s=60.0).stdout
+    assert b"PATH" in printed and b"secret" not in printed
+    child = Sandbox()
+    child.start()
+    held = Path(f"/proc/{child._child.pid if child._child else 0}/environ").read_bytes()
+    child.close()
+    assert b"PATH=" in held and b"secret" not in held

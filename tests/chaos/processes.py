@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from permille.package.blobs import BlobFolder, BlobWriter
+from permille.sandbox.confinement import die_with_parent
 from permille.store.jobs import claims, queue
 from permille.store.jobs.claims import Claim
-from permille_workers.runtime.child import die_with_parent
 
 LAUNCH = Path(__file__).with_name("launch.py")
 Step = tuple[Any, str, bool]

@@ -11,7 +11,6 @@ The child runs this module as a program. It reads one JSON line and writes one.
 """
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING
 from permille.engines.executorch.build import programs_run_here
 from permille.errors import InputError, PackageError, PermilleError
 from permille.package.limits import Role
-from permille.sandbox.confinement import confine
+from permille.sandbox.confinement import confine, die_with_parent
+from permille.sandbox.process import SandboxError, run_once
 from permille_agent.state.home import Home, as_json, parse_record
 from permille_agent.state.models import InstalledRelease, installed_release, read_releases, record_installed
 
@@ -91,19 +91,13 @@ def try_package(blobs: Path, digest: str, *, size_bytes: int) -> None:
         blobs=blobs, digest=digest, memory_bytes=TRIAL_MEMORY_BYTES + size_bytes, cpu_s=int(limit_s)
     )
     try:
-        done = subprocess.run(
-            # -P keeps the current folder out of the import path.
-            [sys.executable, "-P", "-m", "permille_agent.link.install"],
-            input=json.dumps(as_json(order)).encode() + b"\n",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=2 * limit_s,  # twice the processor time, for a busy machine or a slow disk
-            check=False,
+        done = run_once(
+            "permille_agent.link.install",
+            data=json.dumps(as_json(order)).encode() + b"\n",
+            timeout_s=2 * limit_s,  # twice the processor time, for a busy machine or a slow disk
         )
-    except subprocess.TimeoutExpired as exc:
-        raise PackageError(
-            "package-trial", f"The trial of the package did not end within {exc.timeout:.0f} s"
-        ) from exc
+    except SandboxError as exc:
+        raise PackageError("package-trial", f"The trial of the package failed: {exc}") from exc
     if done.returncode != 0 or not done.stdout.endswith(b"\n"):
         got = f"its process ended with {done.returncode}"
         raise PackageError("package-trial", f"The trial of the package failed or exceeded a limit: {got}")
@@ -116,6 +110,7 @@ def run_trial(line: bytes) -> str:
     """Run the child process: read one request, write one answer."""
     order = parse_record(line, _Order, "the parent's line")
     # Confine this process before it reads the first byte of the package.
+    die_with_parent()
     confine(memory_bytes=order.memory_bytes, cpu_s=order.cpu_s)
     try:
         from permille.package.blobs import BlobFolder

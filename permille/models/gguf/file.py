@@ -2,18 +2,19 @@
 
 The file is untrusted, may be truncated, and may claim anything. Every count, length and offset is checked
 against a limit and the file's size before it is used. Memory is allocated only for bytes that the file has,
-never for a count that it claims. Tensors are mapped into memory. The reader of the `gguf` package trusts the
-counts, so only that package's tables and dequantizers are used here.
+never for a count that it claims. The header is read, not mapped: a file that is cut while it is mapped would
+end the process. Tensors are mapped one by one. The reader of the `gguf` package trusts the counts, so only
+that package's tables and dequantizers are used here.
 """
 
-import mmap
 import os
 import struct
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -58,7 +59,7 @@ class TensorPlace:
 
 
 class GgufFile:
-    """A mapped file whose header was checked."""
+    """An open file whose header was checked."""
 
     def __init__(self, path: Path) -> None:
         """Read the header.
@@ -68,14 +69,14 @@ class GgufFile:
                 range.
             OSError: the file cannot be opened.
         """
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            # Magic, version and two counts take 4 + 4 + 8 + 8 bytes. Check this before the file is mapped,
-            # because an empty file cannot be mapped.
-            if size < 24:
-                raise InputError(f"{path.name} is no GGUF file: it has {size} bytes. Download it again.")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        reader = _Reader(self._map, path.name)
+        file = path.open("rb")
+        # The file stays open, so that tensors come from it even if another file takes its name.
+        weakref.finalize(self, file.close)
+        self._file, self._size = file, os.fstat(file.fileno()).st_size
+        # Magic, version and two counts take 4 + 4 + 8 + 8 bytes.
+        if self._size < 24:
+            raise InputError(f"{path.name} is no GGUF file: it has {self._size} bytes. Download it again.")
+        reader = _Reader(file, self._size, path.name)
         if reader.take(4) != _MAGIC:
             raise InputError(
                 f"{path.name} is no GGUF file: it does not begin with GGUF. For a model that transformers "
@@ -108,8 +109,10 @@ class GgufFile:
     def raw(self, name: str) -> NDArray[np.uint8]:
         """Return a tensor's bytes in the row order of the file, as [rows, bytes of a row]."""
         place = self.tensors[name]
-        found: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, place.size, place.begin)
-        return found.reshape(-1, place.size // max(1, int(np.prod(place.shape[:-1]))))
+        found: NDArray[np.uint8] = np.memmap(
+            self._file, np.uint8, mode="r", offset=place.begin, shape=place.size
+        )
+        return np.asarray(found).reshape(-1, place.size // max(1, int(np.prod(place.shape[:-1]))))
 
     def float32(self, name: str) -> NDArray[np.float32]:
         """Return a tensor's exact numbers. They may be NaN or infinite."""
@@ -134,7 +137,7 @@ class GgufFile:
         start = -(-reader.at // alignment) * alignment
         placed: dict[str, TensorPlace] = {}
         for name, place in found.items():
-            if place.begin % alignment or start + place.begin + place.size > len(self._map):
+            if place.begin % alignment or start + place.begin + place.size > self._size:
                 raise self.refused(
                     f"is truncated or damaged: {name!r:.80} lies outside of it. Download it again"
                 )
@@ -168,18 +171,20 @@ class GgufFile:
 
 
 class _Reader:
-    """A reader of numbers and texts that never passes the end of the buffer."""
+    """A reader of numbers and texts that never asks for more bytes than the file has."""
 
-    def __init__(self, data: mmap.mmap, name: str) -> None:
-        self._data = data
+    def __init__(self, file: BinaryIO, size: int, name: str) -> None:
+        self._file = file
+        self._size = size
         self._name = name
         self.at = 0
         self._items = 0
 
     def take(self, size: int) -> bytes:
-        if size > len(self._data) - self.at:
+        found = self._file.read(size) if size <= self._size - self.at else b""
+        # The file may also have been cut since its size was read.
+        if len(found) < size:
             raise self._refused("is truncated. Download it again")
-        found = self._data[self.at : self.at + size]
         self.at += size
         return found
 

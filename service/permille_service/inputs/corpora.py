@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
-from permille.corpora.sources import check_head
+from permille.sandbox.heads import HeadKind
 from permille.schemas.fields import Page
 from permille.schemas.inputs import Corpus, CorpusCreate, FileCorpus
 from permille.schemas.problems import ProblemType
@@ -11,9 +11,9 @@ from permille.store import inputs, rows, tables
 from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.context import Served
 from permille_service.creation import MADE_RESPONSES, Creating, Creation
-from permille_service.inputs.models import locate
+from permille_service.inputs.models import facts_of, locate
 from permille_service.parameters import CorpusId, Paging, page_of
-from permille_service.problems import PRIVATE, as_conflicts, documented
+from permille_service.problems import PRIVATE, documented
 
 router = APIRouter(
     prefix="/v1/corpora", tags=["corpora"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
@@ -77,6 +77,5 @@ def present(row: tables.Corpus) -> Corpus:
 
 def _size_of(creating: Creation, relative: str) -> int:
     path = locate(creating, lambda roots: roots.corpora, relative, what="file")
-    with as_conflicts():
-        check_head(path)
+    facts_of(creating, HeadKind.CORPUS, path)
     return path.stat().st_size

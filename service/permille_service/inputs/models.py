@@ -1,21 +1,19 @@
 """Routes of base models.
 
-When a folder is registered, the family of the model and the headers of its tensors are checked.
+When a folder is registered, the family of the model and the headers of its tensors are checked, in a child
+process (`permille.sandbox.heads`).
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
-from permille.models.checkpoint import Checkpoint, read_config
-from permille.models.conversion import pickled_weights
-from permille.models.families import expected_tensors, family_of
 from permille.models.sources import resolve_inside
+from permille.sandbox.heads import HeadKind, read_facts
 from permille.schemas.fields import Page
 from permille.schemas.inputs import FolderModel, GgufModel, HubModel, Model, ModelCreate
 from permille.schemas.problems import ProblemType
@@ -25,8 +23,10 @@ from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.context import Served
 from permille_service.creation import MADE_RESPONSES, Creating, Creation
 from permille_service.parameters import ModelId, Paging, page_of
-from permille_service.preflights.estimates import sizes_of
 from permille_service.problems import PRIVATE, ApiError, as_conflicts, documented
+
+MAX_HEADS: Final = 4
+"""Number of files whose heads may be read at the same time, for all tenants together."""
 
 router = APIRouter(
     prefix="/v1/models", tags=["models"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND)
@@ -97,10 +97,25 @@ def _facts(creating: Creation, source: FolderModel | GgufModel) -> ModelFacts:
             for both.
             `conflict`: the family is unknown, files are missing, or a file cannot be read.
     """
-    what = "folder" if isinstance(source, FolderModel) else "file"
-    path = locate(creating, lambda roots: roots.models, source.path, what=what)
-    with as_conflicts():
-        return _facts_of_folder(path) if isinstance(source, FolderModel) else _facts_of_gguf(path)
+    kind = HeadKind.FOLDER if isinstance(source, FolderModel) else HeadKind.GGUF
+    path = locate(
+        creating,
+        lambda roots: roots.models,
+        source.path,
+        what="folder" if kind is HeadKind.FOLDER else "file",
+    )
+    return ModelFacts(**facts_of(creating, kind, path))
+
+
+def facts_of(creating: Creation, kind: HeadKind, path: Path) -> Mapping[str, Any]:
+    """Read the head of a file in a child process, one file of a tenant at a time.
+
+    Raises:
+        ApiError: `conflict`: the file is refused.
+            `too-many-requests`, `unavailable`: the tenant registers another file, or others register many.
+    """
+    with creating.service.heads.hold(creating.operator.tenant_id), as_conflicts():
+        return read_facts(kind, path)
 
 
 def locate(creating: Creation, root: Callable[[inputs.Roots], Path], relative: str, *, what: str) -> Path:
@@ -111,40 +126,3 @@ def locate(creating: Creation, root: Callable[[inputs.Roots], Path], relative: s
         return resolve_inside(root(roots), relative, what=what)
     except InputError as exc:
         raise ApiError(ProblemType.NOT_FOUND, str(exc)) from exc
-
-
-def _facts_of_folder(folder: Path) -> ModelFacts:
-    # Pickled weights can run code, so only the sandboxed child process of a job opens them.
-    if pickled_weights(folder):
-        return _facts_of_config(read_config(folder))
-    checkpoint = Checkpoint(folder)
-    return ModelFacts(
-        family=checkpoint.family.value,
-        config=dict(checkpoint.config),
-        size_bytes=checkpoint.size_bytes,
-        parameter_count=checkpoint.parameters,
-        scoped_parameter_count=sizes_of(checkpoint.config).scoped,
-    )
-
-
-def _facts_of_config(config: dict[str, Any]) -> ModelFacts:
-    parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
-    return ModelFacts(
-        family=family_of(config).value,
-        config=config,
-        size_bytes=4 * parameters,  # the size of the float32 folder that the first job makes
-        parameter_count=parameters,
-        scoped_parameter_count=sizes_of(config).scoped,
-    )
-
-
-def _facts_of_gguf(path: Path) -> ModelFacts:
-    from permille.models.gguf.config import read_model
-    from permille.models.gguf.file import GgufFile
-    from permille.models.gguf.tokenizer import chat_template, tokenizer_files
-
-    model = read_model(GgufFile(path))
-    # Refuse now what the first job would refuse.
-    tokenizer_files(model.file)
-    chat_template(model.file)
-    return _facts_of_config(dict(model.config))

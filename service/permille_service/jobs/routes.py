@@ -120,4 +120,7 @@ def stream_job_events(
         after=after,
         still_allowed=lambda: find_principal(service, credentials.credentials) is not None,
     )
-    return EventStream(events, place=lambda: service.streams.hold(operator.token_id))
+    return EventStream(
+        events,
+        places=(service.streams.hold(operator.token_id), service.tenant_streams.hold(operator.tenant_id)),
+    )

@@ -8,7 +8,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
@@ -22,25 +22,27 @@ from permille_service.jobs.records import present_event
 
 POLL_S = 0.5
 HEARTBEAT_S = 15.0
-MAX_STREAMS, MAX_STREAMS_PER_TOKEN = 200, 10
-"""Largest numbers of open event streams: of all callers together, and of one operator token."""
+MAX_STREAMS, MAX_STREAMS_PER_TENANT, MAX_STREAMS_PER_TOKEN = 200, 50, 10
+"""Largest numbers of open event streams: of all callers together, of a tenant, and of an operator token."""
 
 
 class EventStream(StreamingResponse):
-    """A stream of events that holds a slot while it is sent. If no slot is free, the answer is a problem."""
+    """A stream of events that holds slots while it is sent. If one is not free, the answer is a problem."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncIterator[bytes], *, place: Callable[[], AbstractContextManager[None]]
+        self, events: AsyncIterator[bytes], *, places: Sequence[AbstractContextManager[None]]
     ) -> None:
         # nginx buffers answers unless this header forbids it.
         super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self._place = place
+        self._places = places
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. Raises ApiError if no slot is free."""
-        with self._place():
+        with ExitStack() as held:
+            for place in self._places:
+                held.enter_context(place)
             await super().__call__(scope, receive, send)
 
 

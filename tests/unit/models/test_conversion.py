@@ -3,7 +3,12 @@
 import os
 import pickle
 import shutil
+import subprocess
+import sys
+import time
+import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +149,66 @@ def test_a_folder_of_today_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "tokenizer.json").touch()
     assert modern_folder(tmp_path, tmp_path / "root") == tmp_path
+
+
+def _stride_of_zero(path: Path) -> None:
+    torch.save({"model.weight": torch.zeros(1).expand(1 << 14, 1 << 14)}, path)
+
+
+def _one_under_many_names(path: Path) -> None:
+    held = torch.zeros(1 << 10)
+    torch.save({f"model.weight{number}": held for number in range(1000)}, path)
+
+
+def _compressed(path: Path) -> None:
+    torch.save({"model.weight": torch.zeros(1 << 26)}, path)
+    with zipfile.ZipFile(path) as plain:
+        files = {name: plain.read(name) for name in plain.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, data in files.items():
+            packed.writestr(name, data)
+
+
+def _long_text(path: Path) -> None:
+    # BINUNICODE with a length of 2 GiB, of which the file has one byte
+    path.write_bytes(b"\x80\x02X" + (0x7FFF_FFFF).to_bytes(4, "little") + b"x.")
+
+
+@pytest.mark.attack(27, "a small pickle that claims gigabytes")
+@pytest.mark.parametrize(
+    ("spoil", "is_zip"),
+    [
+        (_stride_of_zero, True),
+        (_stride_of_zero, False),
+        (_one_under_many_names, True),
+        (_one_under_many_names, False),
+        (_compressed, True),
+        (_long_text, False),
+    ],
+)
+def test_a_pickle_that_claims_more_than_it_has_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None], is_zip: bool
+) -> None:
+    monkeypatch.setattr(torch, "save", partial(torch.save, _use_new_zipfile_serialization=is_zip))
+    spoil(folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin is damaged|ended with"):
+        modern_folder(folder, tmp_path / "root")
+    assert list((tmp_path / "root").rglob("*.*")) == []
+
+
+@pytest.mark.attack(27, "a conversion outlives its job")
+def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
+    child = "import time; from permille.sandbox.confinement import die_with_parent; die_with_parent();"
+    child += "print('ready', flush=True); time.sleep(600)"
+    parent = "import os, subprocess, sys;"
+    parent += f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE);"
+    parent += "child.stdout.readline(); print(child.pid, flush=True); os._exit(9)"
+    done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=False)
+    pid = int(done.stdout)
+    for _ in range(1000):
+        status = Path(f"/proc/{pid}/stat")
+        # Nobody waits for an orphan in some containers. It stays as a zombie, which has ended.
+        if not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        time.sleep(0.01)
+    pytest.fail("The child still runs.")

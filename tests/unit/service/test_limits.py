@@ -30,7 +30,7 @@ def test_memory_of_keys_is_bounded() -> None:
 
 
 def test_places_are_counted_by_key_and_together_and_given_back() -> None:
-    slots = Slots(3, of_one=2)
+    slots = Slots(3, of_one=2, calls="streams")
     with slots.hold("a"), slots.hold("a"):
         with pytest.raises(ApiError) as caught, slots.hold("a"):
             pass

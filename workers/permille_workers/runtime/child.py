@@ -5,7 +5,6 @@ It ends when its supervisor dies. On Linux, the parent-death signal kills it. On
 end of its standard input.
 """
 
-import ctypes
 import faulthandler
 import logging
 import os
@@ -21,6 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from permille import telemetry
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
+from permille.sandbox.confinement import die_with_parent
 from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
 from permille.store.errors import BlobStoreError, StaleClaimError
@@ -39,7 +39,6 @@ from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.work_folders import locked_work_folder
 
 MAX_HANDOVER_BYTES = 16 << 20
-_PR_SET_PDEATHSIG = 1
 _FINAL = (InputError, PackageError, OperatorError)  # after these errors, a retry would fail again
 _PASSING_CODES = {"blob-missing", "blob-digest"}  # after these, the store may return the whole blob next time
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # pauses between attempts to publish
@@ -150,14 +149,6 @@ def is_final(exc: Exception) -> bool:
     if isinstance(exc, PackageError) and exc.code in _PASSING_CODES:
         return False
     return isinstance(exc, _FINAL)
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the supervisor dies, even during a long call into a library."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-            raise OperatorError(f"prctl cannot set the parent-death signal: errno {ctypes.get_errno()}")
 
 
 def _die_at_end(pipe: BinaryIO) -> None:
