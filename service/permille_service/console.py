@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as NoConnectionError
@@ -28,6 +28,7 @@ from permille.store.database import Database, check_writable
 from permille.telemetry import Outage
 from permille.version import __version__
 from permille_service.access.principals import PUBLIC
+from permille_service.access.proof import CHALLENGE_PATTERN, PATH, prove
 from permille_service.context import Served, Service
 from permille_service.guard import CONSOLE_POLICY
 from permille_service.problems import OPEN, ApiError, documented, fault_of
@@ -140,6 +141,19 @@ class WriteCheck:
         except PermilleError as exc:  # from the bucket
             return str(exc)
         return None
+
+
+@router.get(PATH, dependencies=[PUBLIC])
+def get_proof(
+    request: Request, service: Served, challenge: Annotated[str, Query(pattern=CHALLENGE_PATTERN)]
+) -> PlainTextResponse:
+    """Prove that this process has the token of its data folder."""
+    try:
+        token = service.settings.token_path.read_text(encoding="ascii").strip()
+    except OSError as exc:
+        raise ApiError(ProblemType.NOT_FOUND, "The service has no file with a token.") from exc
+    host, port = request.scope["server"]
+    return PlainTextResponse(prove(token, challenge, (host, port)))
 
 
 @router.get("/", dependencies=[PUBLIC])

@@ -17,6 +17,7 @@ from permille.schemas.fields import DIGEST_PATTERN, ID_PATTERN, NAME_PATTERN, PA
 from permille.schemas.inputs import COMMIT_PATTERN, REPOSITORY_PATTERN
 from permille.schemas.jobs import ENDED
 from permille_service.cli.exits import CommandError, Exit, exit_of_status
+from permille_service.cli.proving import ProvenTransport
 from permille_service.forms import flag_of
 
 _PATTERN = re.compile(r"should match pattern '(.*)'")
@@ -56,15 +57,24 @@ PATIENCE_S = 60.0
 
 
 class Client:
-    """A connection to one service as one operator."""
+    """A connection to one service as one operator.
 
-    def __init__(self, url: str, token: str, *, ca_file: Path | None = None) -> None:
+    Args:
+        url: the URL of the service.
+        token: the operator's token.
+        ca_file: a file of certificates to trust. None: those of the system.
+        proven: whether the server must prove that it is the service of the token. With TLS, its certificate
+            is the proof.
+    """
+
+    def __init__(self, url: str, token: str, *, ca_file: Path | None = None, proven: bool = False) -> None:
         self._http = httpx.Client(
             base_url=_url(url),
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S),
             verify=True if ca_file is None else _trusting(ca_file),
             trust_env=False,
+            transport=ProvenTransport(token) if proven and url.startswith("http:") else None,
         )
 
     @property

@@ -85,7 +85,9 @@ def connect(context: typer.Context, *, as_json: bool) -> Iterator[Session]:
             "The token of --token or PERMILLE_TOKEN has a space or a letter that no token has. Copy it.",
             Exit.ACCESS,
         )
-    with Client(url.strip().rstrip("/"), token, ca_file=place.ca_file) as client:
+    # The user chose where to send a token of an option. For the token of the data folder, we must choose.
+    from_folder = place.token is None
+    with Client(url.strip().rstrip("/"), token, ca_file=place.ca_file, proven=from_folder) as client:
         yield Session(client=client, output=make_output(as_json=as_json), ca_file=place.ca_file)
 
 
