@@ -230,9 +230,9 @@ def purge_expired(session: Session) -> None:
     """Delete expired nonces and access tokens."""
     at = now(session)
     # The limit keeps the transaction short. The next call deletes the rest.
-    for table in (DeviceNonce, DeviceToken):
-        for row in session.scalars(select(table).where(table.expires_at <= at).limit(1000)):
-            session.delete(row)
+    for table, key in ((DeviceNonce, DeviceNonce.nonce_hash), (DeviceToken, DeviceToken.token_hash)):
+        expired = select(key).where(table.expires_at <= at).limit(1000)
+        session.execute(delete(table).where(key.in_(expired)))
 
 
 def _used_nonce(device: Device, nonce_hash: str, at: datetime) -> DeviceNonce:

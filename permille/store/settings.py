@@ -126,6 +126,12 @@ class StorageSettings(SettingsGroup):
         "such as `?sslmode=verify-full`. Behind PgBouncer in transaction mode, add `?prepare_threshold=0`, "
         "which turns prepared statements off"
     )
+    worker_role: str | None = Field(
+        default=None,
+        pattern=r"^[a-z_][a-z0-9_]{0,62}$",
+        description="database role of the workers. At its start, the API grants it what workers need "
+        "(PostgreSQL); see [a role for workers](../howto/grow-beyond-one-machine.md#a-role-for-workers)",
+    )
     blob_root: Path = Field(
         description="folder of the results, which are named by their digests. If there is a bucket, this "
         "folder holds copies, and each machine has its own"

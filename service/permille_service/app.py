@@ -171,7 +171,7 @@ def _open_service(settings: Settings) -> Service:
         folder.mkdir(parents=True, exist_ok=True)
     broker = settings.broker_url
     url = settings.database_url.get_secret_value()
-    migrate(url)
+    migrate(url, worker_role=settings.worker_role)
     return Service(
         settings=settings,
         database=Database(url, patience=REQUESTS),

@@ -31,6 +31,7 @@ from tests.running_service import UP, environment
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SECRETS = {
     "POSTGRES_PASSWORD": "p",
+    "WORKER_PASSWORD": "w",
     "METRICS_TOKEN": "m",
     "GRAFANA_PASSWORD": "g",
     "HOST": "models.example.org",
@@ -177,6 +178,7 @@ def test_prometheus_scrapes_the_api_as_compose_starts_it(tmp_path: Path) -> None
         assert services[name]["network_mode"] == "service:api"
     port, own = free_port(), free_port()
     settings = {name: value for name, value in services["api"]["environment"].items() if value}
+    assert settings.pop("PERMILLE_WORKER_ROLE") in services["worker"]["environment"]["PERMILLE_DATABASE_URL"]
     settings |= {
         "PERMILLE_PRIVATE_DIR": str(tmp_path / "private"),
         "PERMILLE_DATABASE_URL": f"sqlite:///{tmp_path}/permille.db",

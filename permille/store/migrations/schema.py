@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session
 
 from permille.errors import OperatorError, RetryableError
 from permille.store.database import MIGRATION, make_engine, name_fault
+from permille.store.grants import grant
 from permille.store.settings import StoreSettings, explain
 
 SCRIPTS: Final = Path(__file__).parent
@@ -30,15 +31,22 @@ SCRIPTS: Final = Path(__file__).parent
 _LOCK_ID = 0x7065726D
 
 
-def migrate(url: str, scripts: Path = SCRIPTS) -> None:
+def migrate(url: str, scripts: Path = SCRIPTS, *, worker_role: str | None = None) -> None:
     """Create or upgrade the schema at `url` in one transaction.
 
     If the schema is up to date, this takes no write lock. So a worker can start while another
     process writes. Several processes may call it at once: they take turns.
 
+    Args:
+        url: the database.
+        scripts: folder of the migrations.
+        worker_role: a role of PostgreSQL that gets the privileges of workers (`permille.store.grants`).
+
     Raises:
-        OperatorError: the database cannot be opened, or a newer version of permille made it.
-        RetryableError: another process kept the lock, or PostgreSQL does not answer.
+        OperatorError: the database cannot be opened, a newer version of permille made it, or there is no
+            such role.
+        RetryableError: another process kept the lock, PostgreSQL does not answer, or the schema is old and
+            this role may not upgrade it.
 
     Example:
 
@@ -53,15 +61,19 @@ def migrate(url: str, scripts: Path = SCRIPTS) -> None:
     config.set_main_option("script_location", str(scripts).replace("%", "%%"))
     try:
         # This check only reads, so it does not wait for the write lock of another process.
-        if _is_newest(engine, config):
+        newest = _is_newest(engine, config)
+        if newest and worker_role is None:
             return
         with _begin(engine) as connection:
             if connection.dialect.name == "postgresql":
+                _check_owner(connection)
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK_ID})"))
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
             if connection.dialect.name == "sqlite":
                 _check_foreign_keys(connection)
+            if worker_role is not None:
+                _grant(connection, worker_role)
     finally:
         engine.dispose()
 
@@ -89,6 +101,35 @@ def _check_foreign_keys(connection: Connection) -> None:
     broken = {(row.table, row.parent) for row in connection.execute(text("PRAGMA foreign_key_check"))}
     if broken:
         raise RuntimeError(f"Migrations lost rows that others refer to (from, to): {sorted(broken)}")
+
+
+def _check_owner(connection: Connection) -> None:
+    """Check that this role may change the schema. Raises RetryableError for the role of a worker."""
+    owner = connection.scalar(
+        text("SELECT tableowner FROM pg_tables WHERE tablename = 'tenants' AND schemaname = current_schema()")
+    )
+    may = "has_schema_privilege(current_schema(), 'CREATE')"
+    if owner is not None:
+        may = "pg_has_role(:owner, 'USAGE')"
+    if not connection.scalar(text(f"SELECT {may}"), {"owner": owner}):
+        raise RetryableError(
+            "The schema of the database is not that of this version, and this role may not change it. Start "
+            f"the API of this version first ({_where(connection.engine)})."
+        )
+
+
+def _grant(connection: Connection, role: str) -> None:
+    if connection.dialect.name != "postgresql":
+        raise OperatorError("Only PostgreSQL has roles. Unset PERMILLE_WORKER_ROLE, or use PostgreSQL.")
+    query = "SELECT rolsuper OR pg_has_role(oid, current_user, 'MEMBER') FROM pg_roles WHERE rolname = :role"
+    may_all = connection.scalar(text(query), {"role": role})
+    if may_all is None:
+        raise OperatorError(
+            f"The database has no role {role}. Make it: CREATE ROLE {role} LOGIN PASSWORD '...'"
+        )
+    if may_all:
+        raise OperatorError(f"The role {role} may do all that the API may. Make another role for workers.")
+    grant(connection, role)
 
 
 def _is_newest(engine: Engine, config: Config) -> bool:
@@ -167,7 +208,7 @@ def main() -> int:
     """Upgrade the database of the environment's settings. Return the exit code."""
     try:
         settings = StoreSettings.model_validate({})
-        migrate(settings.database_url.get_secret_value())
+        migrate(settings.database_url.get_secret_value(), worker_role=settings.worker_role)
     except (OperatorError, RetryableError) as exc:
         print(f"permille: {exc}", file=sys.stderr)
         return 75 if isinstance(exc, RetryableError) else 2

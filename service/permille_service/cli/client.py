@@ -74,7 +74,7 @@ class Client:
             timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_S),
             verify=True if ca_file is None else _trusting(ca_file),
             trust_env=False,
-            transport=ProvenTransport(token) if proven and url.startswith("http:") else None,
+            transport=ProvenTransport(token) if proven and not url.lower().startswith("https:") else None,
         )
 
     @property
