@@ -9,6 +9,7 @@ sign nothing: the rows of tokens, tenants, devices, releases and metadata are cl
 what workers make: jobs, results, rounds, and the progress of rollouts.
 """
 
+import zlib
 from collections.abc import Mapping
 from typing import Final
 
@@ -63,10 +64,6 @@ PRIVILEGES: Final[Mapping[str, str]] = {
 
 ACTIONS: Final = ("apply_retention", "halt_rollout")
 """Actions of the audit log that workers write. Row-level security refuses others."""
-_POLICIES: Final = {
-    "permille_worker_reads": "FOR SELECT TO {role} USING (true)",
-    "permille_worker_adds": "FOR INSERT TO {role} WITH CHECK (action IN ({actions}))",
-}
 
 
 def grant(connection: Connection, role: str) -> None:
@@ -85,10 +82,28 @@ def grant(connection: Connection, role: str) -> None:
         if privileges:
             connection.execute(text(f"GRANT {privileges} ON {table} TO {quoted}"))
     connection.execute(text(f"GRANT USAGE ON SEQUENCE job_events_id_seq TO {quoted}"))
+    _restrict_audit(connection, quoted)
+
+
+def _restrict_audit(connection: Connection, quoted: str) -> None:
+    """Let the role read the audit log, and add entries of `ACTIONS` only."""
+    actions = ", ".join(f"'{action}'" for action in ACTIONS)
+    rules = [
+        f"FOR SELECT TO {quoted} USING (true)",
+        f"FOR INSERT TO {quoted} WITH CHECK (action IN ({actions}))",
+    ]
+    # The name tells whether a policy is as we want it. Changes would lock out readers, such as a backup.
+    wanted = {f"permille_worker_{zlib.crc32(rule.encode()):08x}": rule for rule in rules}
+    query = text(
+        "SELECT policyname FROM pg_policies "
+        "WHERE tablename = 'audit_entries' AND schemaname = current_schema()"
+    )
+    found = set(connection.scalars(query))
+    if found == wanted.keys():
+        return
     # The owner passes row-level security, so it changes nothing for the API.
     connection.execute(text("ALTER TABLE audit_entries ENABLE ROW LEVEL SECURITY"))
-    actions = ", ".join(f"'{action}'" for action in ACTIONS)
-    for name, policy in _POLICIES.items():
-        connection.execute(text(f"DROP POLICY IF EXISTS {name} ON audit_entries"))
-        rule = policy.format(role=quoted, actions=actions)
+    for name in found:
+        connection.execute(text(f"DROP POLICY {name} ON audit_entries"))
+    for name, rule in wanted.items():
         connection.execute(text(f"CREATE POLICY {name} ON audit_entries {rule}"))

@@ -58,7 +58,7 @@ FORBIDDEN = (
     "INSERT INTO audit_entries (tenant_id, seq, created_at, token_id, action, subject, digest) "
     "SELECT id, 999, 0, 'x', 'create_token', '/', 'x' FROM tenants",
     "ALTER TABLE audit_entries DISABLE ROW LEVEL SECURITY",
-    "DROP POLICY permille_worker_adds ON audit_entries",
+    "CREATE POLICY mine ON audit_entries USING (true)",
     "GRANT ALL ON operator_tokens TO permille_worker",
     "CREATE TABLE x (y int)",
     "CREATE FUNCTION x() RETURNS int LANGUAGE sql AS 'SELECT 1'",
@@ -206,8 +206,12 @@ def test_a_worker_with_its_own_role_does_not_migrate(tmp_path: Path) -> None:
         url = make_role(server)
         with pytest.raises(RetryableError, match="Start the API of this version first"):
             migrate(url)
-        migrate(server.url, worker_role=ROLE)
+        for _ in range(2):
+            migrate(server.url, worker_role=ROLE)
         migrate(url)
+        with psycopg.connect(server.url.replace("+psycopg", "")) as backup:
+            backup.execute("SELECT 1 FROM audit_entries")
+            migrate(server.url, worker_role=ROLE)  # A backup that reads for hours delays no start.
         with psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as owner:
             owner.execute("UPDATE alembic_version SET version_num = '0000'")
             with pytest.raises(OperatorError, match="newer version"):
