@@ -25,7 +25,7 @@ def init(home: Path) -> str:
     """Create the key and the token, and return the text for the service's operator.
 
     Raises:
-        OperatorError: the folder has a key already.
+        OperatorError: the folder has a key already, or is not empty.
     """
     if (home / _KEY).exists():
         raise OperatorError(
@@ -33,11 +33,15 @@ def init(home: Path) -> str:
             "existing key. Choose another --home."
         )
     home.mkdir(parents=True, exist_ok=True)
+    # Close the folder before the check, so that nobody else can put a link or an open file into it.
+    home.chmod(0o700)
+    if found := next(home.iterdir(), None):
+        raise OperatorError(f"{home} contains {found.name!r}. Choose an empty folder as --home.")
     Memory(home / _MEMORY)
     key, token = X25519PrivateKey.generate(), secrets.token_urlsafe(32)
     # Write the key last, because the existence of its file means that the folder is complete.
     for name, data in ((_TOKEN, token.encode()), (_KEY, key.private_bytes_raw())):
-        descriptor = os.open(home / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        descriptor = os.open(home / name, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             os.fsync(file.fileno())

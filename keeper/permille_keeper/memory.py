@@ -42,7 +42,7 @@ class Memory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
         connection = self._connect()
         connection.execute("PRAGMA journal_mode = WAL")
         connection.executescript(_SCHEMA)

@@ -2,6 +2,7 @@
 
 import socket
 import ssl
+import stat
 import subprocess
 import threading
 import time
@@ -162,6 +163,33 @@ def test_a_keeper_that_lies_makes_a_round_void(shift: int) -> None:
     lie_V = honest_V + shift if shift else unmasked_sum(rules, 0, masked, answer_V)
     with pytest.raises(PackageError, match="The keeper or a device lies"):
         round_of_sum(rules, 0, 40, lie_V)
+
+
+@pytest.mark.attack(17, "files and links that wait in the folder where a keeper writes its key")
+@pytest.mark.parametrize("name", ["keeper.token", "keeper.sqlite", "keeper.sqlite-wal", "keeper.key"])
+@pytest.mark.parametrize("is_link", [True, False])
+def test_init_writes_into_no_file_that_another_user_made(tmp_path: Path, name: str, is_link: bool) -> None:
+    home, other = tmp_path / "keeper", tmp_path / "other"
+    home.mkdir(mode=0o777)
+    other.touch(mode=0o666)
+    if is_link:
+        (home / name).symlink_to(other)
+    else:
+        (home / name).touch(mode=0o666)
+    with pytest.raises(OperatorError, match=r"exists already|Choose an empty folder"):
+        init(home)
+    assert other.read_bytes() == b""
+    assert [path.name for path in home.iterdir()] == [name]
+
+
+@pytest.mark.attack(17, "another user reads the folder of a keeper")
+def test_a_keepers_folder_is_its_own(tmp_path: Path) -> None:
+    home = tmp_path / "keeper"
+    home.mkdir(mode=0o777)
+    home.chmod(0o777)
+    init(home)
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in home.iterdir()} == {0o600}
 
 
 def _log_of(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
