@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from pydantic import Field, StringConstraints
 
-from permille.schemas.fields import TEXT_PATTERN, Closed, Count, Id, Name, Positive, Timestamp
+from permille.schemas.fields import TEXT_PATTERN, Closed, Count, Id, Name, Timestamp, WholeNumber
 from permille.schemas.releases import VersionResults
 
 # Every signed message begins with the context of its purpose, so that its signature is worthless for any
@@ -168,7 +168,9 @@ class DeviceToken(Closed):
 
     access_token: str
     token_type: str = Field(default="Bearer", examples=["Bearer"])
-    expires_in: Positive = Field(description="seconds until the token expires", examples=[3600])
+    expires_in: Annotated[int, Field(strict=True, ge=1, le=86_400), WholeNumber] = Field(
+        description="seconds until the token expires", examples=[3600]
+    )
 
 
 class DeviceStorage(Closed):

@@ -36,9 +36,14 @@ MAX_DEVICES: Final = 65536
 MAX_DP_EPSILON: Final = 1000
 # The largest learning rate and epsilon. Weights lie below one, so larger values make no sense.
 MAX_RATE: Final = 10
+# The longest time from the opening of a round to its deadline.
+MAX_DEADLINE_S: Final = 30 * 86400
 # Without a reason, a state is adopted only if at least this many devices measured its gain.
 EVIDENCE_DEVICES: Final = 30
 
+# A device computes with the numbers of these records, so each has a limit that a wrong service cannot exceed.
+_Rounds = Annotated[int, Field(strict=True, ge=0, le=MAX_ROUNDS, examples=[1]), WholeNumber]
+_Devices = Annotated[int, Field(strict=True, ge=1, le=MAX_DEVICES, examples=[1]), WholeNumber]
 # Zero would train nothing.
 _Rate = Annotated[float, Field(strict=True, gt=0, le=MAX_RATE, allow_inf_nan=False)]
 
@@ -96,7 +101,7 @@ class ScheduleCreate(Closed):
         Field(
             strict=True,
             ge=1,
-            le=30 * 86400,
+            le=MAX_DEADLINE_S,
             description="seconds until the deadline, at which a round closes; if no device was invited, the "
             "deadline is postponed",
         ),
@@ -242,9 +247,9 @@ class FederationSummary(Closed):
     version: Version
     package_digest: Digest
     definition_digest: Digest
-    number: Count = Field(description="number of rounds that have ended")
-    rounds: Positive = Field(description="rounds after which the federation is finished")
-    adopted_round: Count | None = Field(
+    number: _Rounds = Field(description="number of rounds that have ended")
+    rounds: _Rounds = Field(description="rounds after which the federation is finished")
+    adopted_round: _Rounds | None = Field(
         description="devices begin with the state after this many rounds; null before an adoption"
     )
 
@@ -253,7 +258,7 @@ class FederationOffer(FederationSummary):
     """A federation that a device may join, or is a member of."""
 
     member: bool
-    target: Positive = Field(description="a round closes once this many devices contributed")
+    target: _Devices = Field(description="a round closes once this many devices contributed")
 
 
 class Federation(FederationSummary):
@@ -339,8 +344,8 @@ class RoundRequest(Closed):
 class RoundInvitation(Closed):
     """Data with which a device takes part in the open round."""
 
-    round: Count
-    seconds_left: Annotated[float, Field(ge=0)] = Field(
+    round: _Rounds
+    seconds_left: Annotated[float, Field(strict=True, ge=0, le=MAX_DEADLINE_S, allow_inf_nan=False)] = Field(
         description="seconds until the deadline: a duration, since a device's clock may be wrong"
     )
     start_digest: Digest = Field(description="digest of the state to begin from")

@@ -9,6 +9,7 @@ import logging
 import random
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -118,9 +119,9 @@ class Daemon:
             try:
                 with telling_disk():
                     trained = self.train_if_wanted()
-            except OperatorError as exc:
+            except Exception as exc:  # noqa: BLE001 - the daemon goes on after any failure
                 # The disk is full, or a record is damaged. After a few quick restarts, systemd would give up.
-                log.warning("training: %s", exc)
+                log.warning("training: %s", _loggable(exc))
                 self._stop.wait(POLL_S)
                 continue
             # After a training, poll at once to report its result.
@@ -135,7 +136,8 @@ class Daemon:
         """Run one pass: poll, train if there is data and the policy allows it, and report.
 
         Raises:
-            PermilleError: the poll failed. The training runs before this error is raised.
+            PermilleError: a step of the poll failed. The other steps and the training run before this error
+                is raised.
         """
         require_enrolment(self._home)
         read_policy(self._home)
@@ -154,10 +156,10 @@ class Daemon:
         try:
             with telling_disk():
                 self._poll()
-        except PermilleError as exc:
+        except Exception as exc:  # noqa: BLE001 - the daemon goes on after any failure
             # LockedError means that another command is running, so the next pause need not be longer.
             self._failed_polls += 0 if isinstance(exc, LockedError) else 1
-            log.warning("poll: %s: %s", type(exc).__name__, exc)
+            log.warning("poll: %s", _loggable(exc))
             with suppress(OperatorError):  # on a full disk, the log has the error
                 self._note(poll_error=_words(exc))
             return self._pause_after(exc)
@@ -203,20 +205,41 @@ class Daemon:
         return "text and package have not changed since the last training"
 
     def _poll(self) -> None:
-        enrolment, _ = require_enrolment(self._home)
+        """Run all steps of a poll. A step that fails does not stop the others. Raise the first error."""
+        failed: list[Exception] = []
+
+        def run(step: Callable[[DeviceApi], None]) -> None:
+            try:
+                with telling_disk():
+                    step(api)
+            except Exception as exc:  # noqa: BLE001 - raised below
+                failed.append(exc)
+
         with open_api(self._home, connection=self._world.connection) as api:
             # Exchange before taking the writers' lock, because a training may hold that lock for hours.
-            self._exchange(api)
+            run(self._exchange)
             with hold_lock(self._home, "run"):
-                collect_reports(self._home)
-                delivered = deliver(self._home, api)
-                pulled = pull(self._home, api, enrolment, now_s=self._world.now().timestamp())
-                self._mend_packages(api)
+                for step in (self._collect, self._deliver, self._pull, self._mend_packages):
+                    run(step)
+        for other in failed[1:]:
+            log.warning("poll: %s", _loggable(other))
+        if failed:
+            raise failed[0]
+        self._note(poll_error="", last_poll=self._world.now().isoformat(timespec="seconds"))
+
+    def _collect(self, _api: DeviceApi) -> None:
+        collect_reports(self._home)
+
+    def _deliver(self, api: DeviceApi) -> None:
+        delivered = deliver(self._home, api)
         if delivered.sent or delivered.refused:
             log.info("reports: %d delivered, %d refused", delivered.sent, delivered.refused)
+
+    def _pull(self, api: DeviceApi) -> None:
+        enrolment, _ = require_enrolment(self._home)
+        pulled = pull(self._home, api, enrolment, now_s=self._world.now().timestamp())
         if pulled.changed:
             log.info("installed %s version %d", pulled.release.name, pulled.release.version)
-        self._note(poll_error="", last_poll=self._world.now().isoformat(timespec="seconds"))
 
     def _exchange(self, api: DeviceApi) -> None:
         """Fetch news of the rounds, send finished contributions, and ask for invitations."""
@@ -239,8 +262,8 @@ class Daemon:
             try:
                 with telling_disk(), open_api(self._home, connection=self._world.connection) as api:
                     self._exchange(api)
-            except PermilleError as exc:
-                log.warning("rounds: %s: %s", type(exc).__name__, exc)
+            except Exception as exc:  # noqa: BLE001 - the training goes on after any failure
+                log.warning("rounds: %s", _loggable(exc))
         return self._waiting_part() is not None
 
     def _waiting_part(self) -> RoundPart | None:
@@ -349,7 +372,7 @@ class Daemon:
         until = self._world.now().timestamp() + pause_s
         self._note(failures=failures, not_before=until, training_error=_words(error))
 
-    def _pause_after(self, error: PermilleError) -> float:
+    def _pause_after(self, error: Exception) -> float:
         # The exponent is limited, because a large power of 2.0 raises OverflowError.
         pause_s = min(POLL_LIMIT_S, POLL_S * 2.0 ** min(self._failed_polls, 10))
         if isinstance(error, ServiceUnavailableError) and error.retry_after_s is not None:
@@ -398,5 +421,13 @@ class Daemon:
         write_record(self._home.daemon, replace(state, **changes))
 
 
-def _words(error: PermilleError) -> str:
+def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]
+
+
+def _loggable(error: Exception) -> str:
+    """Return an error for the log. The words of a bug's error may be text of the user, so name its line."""
+    if isinstance(error, PermilleError):
+        return f"{type(error).__name__}: {error}"
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in line {at.lineno} of {at.filename}"

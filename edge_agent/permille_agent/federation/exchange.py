@@ -21,6 +21,7 @@ invitation and ends with a contribution.
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -49,7 +50,7 @@ from permille_agent.federation.membership import (
 )
 from permille_agent.federation.part import Invited, RoundPart, begin_part, parts, train_part, waiting_part
 from permille_agent.link.api import DeviceApi
-from permille_agent.link.client import RequestRefusedError
+from permille_agent.link.client import AccessRefusedError, RequestRefusedError
 from permille_agent.link.enrolment import Connect, Enrolment, connect, open_api, require_enrolment
 from permille_agent.link.trust import TrustedReleases
 from permille_agent.state.home import Home
@@ -140,9 +141,12 @@ def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Ex
         try:
             found = one.run(offers.get(membership.digest))
             done = Exchanged(sent=done.sent + found.sent, invited=done.invited + found.invited)
-        except (InputError, PackageError) as exc:
+        except AccessRefusedError:
+            raise
+        except (InputError, PackageError, OperatorError) as exc:
             log.warning("federation %s: %s", membership.path.name[:12], exc)
-            membership.note(replace(membership.standing(), waiting_for=str(exc)[:500]))
+            with suppress(OperatorError):  # `standing.json` itself is damaged
+                membership.note(replace(membership.standing(), waiting_for=str(exc)[:500]))
     return done
 
 

@@ -15,6 +15,7 @@ Rows that select or judge a personal model do not train a round.
 Shapes: T steps of a round, Q directions of a step, W masked weights.
 """
 
+import logging
 import math
 import shutil
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,8 @@ from permille_agent.text.tokens import package_tokenizer
 from permille_agent.training.engines import EngineChoice, RunInterrupted, interruptible
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.options import RunContext
+
+log = logging.getLogger("permille.agent")
 
 WEIGHT_TOKENS = 2_000
 """Training tokens per unit of a device's weight, in federations that weigh devices."""
@@ -143,12 +146,15 @@ def waiting_part(home: Home, now: datetime) -> RoundPart | None:
     Parts whose deadline is over, or whose user has left since the invitation, are skipped.
     """
     for part in _all_parts(home):
-        invited = part.invited()
-        if invited is None or part.contribution.exists() or invited.deadline <= now:
-            continue
         membership = part.membership
-        if membership.agrees(invited.withdrawals) and not membership.has_ended(invited.number):
-            return part
+        try:
+            invited = part.invited()
+            if invited is None or part.contribution.exists() or invited.deadline <= now:
+                continue
+            if membership.agrees(invited.withdrawals) and not membership.has_ended(invited.number):
+                return part
+        except OperatorError as exc:  # a damaged record stops neither other federations nor personal runs
+            log.warning("federation %s: %s", membership.path.name[:12], exc)
     return None
 
 

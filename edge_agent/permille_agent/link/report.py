@@ -141,9 +141,18 @@ def collect_reports(home: Home) -> int:
     The caller holds the writers' lock.
 
     Raises:
-        OperatorError: the outcome of a run is damaged, or the disk is full.
+        OperatorError: the outcome of a run is damaged, or the disk is full. The reports of the other runs are
+            queued before this error is raised.
     """
-    return sum(_collect(home, run) for run in list_runs(home))
+    new, failed = 0, None
+    for run in list_runs(home):
+        try:
+            new += _collect(home, run)
+        except OperatorError as exc:
+            failed = failed or exc
+    if failed is not None:
+        raise failed
+    return new
 
 
 def share_run(home: Home, name: str, form: LogForm, *, withdrawals: int) -> Delivery:
@@ -216,10 +225,20 @@ def read_report(home: Home, run_id: str) -> RunReport | None:
 
 
 def read_reports(home: Home) -> Iterator[RunReport]:
-    """Yield all reports and receipts, sorted by run id."""
+    """Yield all reports and receipts, sorted by run id.
+
+    Raises:
+        OperatorError: reports are damaged. All others are yielded before this error is raised.
+    """
+    failed = None
     for path in sorted(home.reports.glob("*.json")):
-        if RUN_ID.fullmatch(path.stem) and (report := read_report(home, path.stem)) is not None:
-            yield report
+        try:
+            if RUN_ID.fullmatch(path.stem) and (report := read_report(home, path.stem)) is not None:
+                yield report
+        except OperatorError as exc:
+            failed = failed or exc
+    if failed is not None:
+        raise failed
 
 
 def deliver(home: Home, api: DeviceApi) -> Delivered:
@@ -229,12 +248,20 @@ def deliver(home: Home, api: DeviceApi) -> Delivered:
 
     Raises:
         RetryableError, OperatorError: the service cannot be reached or refuses this device. The other
-            reports stay in the queue.
+            reports stay in the queue. Or reports are damaged, and all others were sent.
     """
     sent = refused = 0
-    for report in sorted(filter(lambda one: one.waits, read_reports(home)), key=_ended_at):
+    waiting: list[RunReport] = []
+    failed = None
+    try:
+        waiting.extend(report for report in read_reports(home) if report.waits)
+    except OperatorError as exc:
+        failed = exc
+    for report in sorted(waiting, key=_ended_at):
         done = _deliver_one(home, api, report)
         sent, refused = sent + (not done.reason), refused + bool(done.reason)
+    if failed is not None:
+        raise failed
     return Delivered(sent=sent, refused=refused)
 
 

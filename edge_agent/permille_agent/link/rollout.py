@@ -12,6 +12,7 @@ an open wave (`permille.fleet.offer`), so the device decides without asking the 
 `rollout.json` is written before each action that it describes. So a kill loses no report.
 """
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -33,7 +34,7 @@ from permille_agent.link.client import AccessRefusedError, RequestRefusedError
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.trust import TrustedReleases
 from permille_agent.state.choices import read_references
-from permille_agent.state.home import Home, read_record, write_record
+from permille_agent.state.home import Home, Record, read_record, write_record
 from permille_agent.state.models import DAMAGED, InstalledRelease, installed_release
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import EngineUsed
@@ -202,8 +203,7 @@ def own_facts(home: Home) -> Facts:
     These are the agent's version, the engine of the newest run, the memory in bytes (rounded down to whole
     GiB), and the owner's tags.
     """
-    runs = list_runs(home)
-    used = runs[-1].load("engine", EngineUsed) if runs else None
+    used = next((used for _, used in _readable_runs(home, "engine", EngineUsed)), None)
     memory = psutil.virtual_memory().total // _GIB * _GIB
     return Facts(
         agent_version=__version__,
@@ -278,12 +278,25 @@ def _judged(home: Home) -> Participation | None:
 
 def _newest_run(home: Home, package: str) -> RunFolder | None:
     """Return the newest finished run on a package."""
-    for run in reversed(list_runs(home)):
-        begun = run.load("run", BegunRun)
-        is_on = begun is not None and begun.definition.package == package
-        if is_on and run.load("outcome", RunOutcome) is not None:
+    finished = {run.name for run, _ in _readable_runs(home, "outcome", RunOutcome)}
+    for run, begun in _readable_runs(home, "run", BegunRun):
+        if begun.definition.package == package and run.name in finished:
             return run
     return None
+
+
+def _readable_runs(home: Home, name: str, kind: type[Record]) -> Iterator[tuple[RunFolder, Record]]:
+    """Yield the runs with this result, the newest first.
+
+    A damaged result is skipped, because it must not hold back a pull.
+    """
+    for run in reversed(list_runs(home)):
+        try:
+            found = run.load(name, kind)
+        except OperatorError:
+            continue
+        if found is not None:
+            yield run, found
 
 
 def _losses_of(run: RunFolder | None) -> Losses | None:

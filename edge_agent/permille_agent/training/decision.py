@@ -162,6 +162,12 @@ def decide_adoption(
             run, selected, number, _Incumbent(incumbent, open_incumbent, frozenset(learned.groups))
         )
 
+    judged = run.folder.once("incumbent", Active, lambda: incumbent)
+    if incumbent not in (judged, Active(package=run.package.digest, run=run.folder.name)):
+        # A kill interrupted the run after it was compared with a model that is no longer in use. Compare it
+        # with the model that is. The incumbent goes last, so that another kill changes nothing.
+        run.folder.discard("decision", "decision-number", "losses-active", "incumbent")
+        run.folder.store("incumbent", incumbent)
     return run.folder.once("decision", Decision, decide)
 
 

@@ -14,6 +14,7 @@
     general.json         loss on general text, and the strength that keeps it low
     time.json, stop.json working time, and the step at which the time limit ended the run
     losses-*.json        losses of each judged model on the test split, by piece of text
+    incumbent.json       the model in use with which the state is compared
     decision-number.json number of the decision on this device
     decision.json        the decision, with its numbers and its reason
     state.i64            selected state at full strength, a cache of the journal's replay
@@ -22,9 +23,9 @@
     samples.json         text of the base and the personal model, for the page show.html
 
 Each result is a function of the run's definition and of earlier results. It is written once and atomically,
-before other results depend on it. So a killed run that is started again computes only the missing
-results. All results have the same bits as without the kill. Runs with a time limit are an exception: their
-number of steps depends on measured times.
+before other results depend on it. If the model in use changes before the run ends, it is decided again.
+So a killed run that is started again computes only the missing results. All results have the same bits as
+without the kill. Runs with a time limit are an exception: their number of steps depends on measured times.
 """
 
 import hashlib
@@ -196,6 +197,12 @@ class RunFolder:
             # Read back, so that a first call and a resumed run continue with the same value.
             known = self.require(name, kind)
         return known
+
+    def discard(self, *names: str) -> None:
+        """Delete results durably, in this order, so that they are computed again."""
+        for name in names:
+            (self.path / f"{name}.json").unlink(missing_ok=True)
+            fsync_folder(self.path)
 
     def delete(self) -> None:
         """Delete the run."""

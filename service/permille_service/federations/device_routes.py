@@ -105,7 +105,8 @@ def create_round_invitation(
     round_row, _ = invited
     return RoundInvitation(
         round=round_row.number,
-        seconds_left=max(0.0, (round_row.deadline_at - at).total_seconds()),
+        # If the database's clock went back, more time than the federation allows may seem to be left.
+        seconds_left=max(0.0, min(row.deadline_s, (round_row.deadline_at - at).total_seconds())),
         start_digest=round_row.start_digest,
     )
 

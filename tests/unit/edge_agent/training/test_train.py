@@ -27,7 +27,7 @@ from permille.zo.lattice import state_digest, values
 from permille.zo.log import decode_canonical
 from permille.zo.replay import replay
 from permille_agent.state.home import Home
-from permille_agent.state.models import Active, activate, active_model
+from permille_agent.state.models import Active, activate, active_model, rollback
 from permille_agent.training.engines import interruptible
 from permille_agent.training.outcome import RunResult
 from permille_agent.training.personal import model_values, shareable
@@ -170,6 +170,38 @@ def test_a_new_run_replaces_the_active_one_only_where_it_is_better(device: Devic
     longer = device.train(steps=120)
     assert longer.outcome is Outcome.ADOPTED
     assert device.active() == Active(package=digest, run=longer.run)
+
+
+@pytest.mark.parametrize("at", ["losses-active", "activate"])
+def test_a_run_killed_before_its_activation_is_judged_against_the_model_that_is_in_use_then(
+    device: Device, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    digest = device.package.digest
+    first, second = device.train(steps=10), device.train(steps=40)
+    assert (first.outcome, second.outcome) == (Outcome.ADOPTED, Outcome.ADOPTED)
+
+    def die(*_: object, **__: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("permille_agent.training.train.activate", die)
+        if at == "losses-active":
+            patch.setattr("permille_agent.training.decision._compared", die)
+        with pytest.raises(Killed):
+            device.train(steps=160)
+    rollback(device.home)
+    assert device.active() == Active(package=digest, run=first.run)
+    third = device.train(steps=160)
+    assert third.outcome is Outcome.ADOPTED
+    assert third.decision is not None
+    assert third.decision.incumbent == Active(package=digest, run=first.run)
+    assert device.active() == Active(package=digest, run=third.run)
+    unkilled = device_at(device.home.root.parent / "unkilled", device.text)
+    unkilled.train(steps=10)
+    alone = unkilled.train(steps=160)
+    assert alone.decision is not None and alone.decision.against_active is not None
+    assert third.decision.against_active is not None
+    assert third.decision.against_active.improvement == alone.decision.against_active.improvement
 
 
 def test_a_new_package_replaces_a_personalised_one_only_once_training_on_it_is_better(device: Device) -> None:
