@@ -45,6 +45,7 @@ from permille_agent.text.rows import (
     packed_rows,
 )
 from permille_agent.text.tokens import TextTokenizer, TokenizedDocument, package_tokenizer
+from permille_agent.training.answers import base_answers, compare_answers
 from permille_agent.training.evaluation import (
     DocumentLosses,
     document_losses,
@@ -77,7 +78,9 @@ __all__ = [
     "TookPart",
     "TrainOptions",
     "TrainingBatches",
+    "base_answers",
     "batch_of",
+    "compare_answers",
     "compare_losses",
     "document_losses",
     "document_rows",

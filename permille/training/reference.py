@@ -55,8 +55,7 @@ MEASURING_QUESTIONS = (
     "Write one sentence about the sea.",
     "What do bees make?",
 )
-"""The questions of the measuring chat turns. The command `permille-agent show` asks the base and the personal
-model these questions."""
+"""The questions of the measuring chat turns."""
 
 
 class Chat(Protocol):
@@ -114,10 +113,6 @@ class Reference:
     def loss(self, engine: Engine, values_K: NDArray[np.float32]) -> float:
         """Return the loss on the measuring rows: the mean over all their targets, in nats per token."""
         return float(engine.token_losses(values_K, self._measuring).mean(dtype=np.float64))
-
-    def questions(self) -> Sequence[str]:
-        """Return the questions whose answers are measured, or none if no measuring row is a chat turn."""
-        return MEASURING_QUESTIONS if (self.rows.chat_N & ~self.rows.pulls_N).any() else ()
 
     @cached_property
     def _measuring(self) -> Batch:

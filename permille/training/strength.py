@@ -32,10 +32,13 @@ class Strength:
             general loss by too much.
         rise: the rise of the general loss at that strength, in nats per token. If `eighths` is 0,
             the rise at one eighth.
+        fault: what the next larger strength would do to an answer. "" if it would raise the general
+            loss by too much, or if there is none.
     """
 
     eighths: int
     rise: float
+    fault: str = ""
 
 
 def scaled(s_K: NDArray[np.int64], eighths: int) -> NDArray[np.int64]:
@@ -61,8 +64,10 @@ def scaled(s_K: NDArray[np.int64], eighths: int) -> NDArray[np.int64]:
     return result_K
 
 
-def choose_strength(rise_of: Callable[[int], float], bound: float) -> Strength:
-    """Find the largest strength that keeps the rise of the general loss within a bound.
+def choose_strength(
+    rise_of: Callable[[int], float], bound: float, fault_at: Callable[[int], str] = lambda _: ""
+) -> Strength:
+    """Find the largest strength that keeps the general loss within a bound, and the base's answers.
 
         choose_strength(lambda eighths: rise(engine, values_at(eighths), reference), 0.1)
 
@@ -71,11 +76,16 @@ def choose_strength(rise_of: Callable[[int], float], bound: float) -> Strength:
             until a rise is within the bound.
         bound: the largest rise to accept, in nats per token. A rise that is NaN or infinite is never
             accepted.
+        fault_at: returns what is wrong with the answers at a number of eighths, or "". It is called only
+            if the rise is within the bound, because answers take longer than losses.
     """
-    rise = 0.0
+    rise, fault = 0.0, ""
     for eighths in range(EIGHTHS, 0, -1):
         rise = rise_of(eighths)
         # NaN fails this comparison.
-        if rise <= bound:
-            return Strength(eighths=eighths, rise=rise)
-    return Strength(eighths=0, rise=rise)
+        accepted = rise <= bound
+        found = fault_at(eighths) if accepted else ""
+        if accepted and not found:
+            return Strength(eighths=eighths, rise=rise, fault=fault)
+        fault = found
+    return Strength(eighths=0, rise=rise, fault=fault)

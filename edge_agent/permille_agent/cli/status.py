@@ -213,8 +213,9 @@ class Status:
         if metrics.loss_base is None or metrics.loss_personal is None:
             return words
         words = f"{words}, loss {metrics.loss_base:.3f} -> {metrics.loss_personal:.3f}"
-        if metrics.strength is not None and metrics.strength < EIGHTHS:
-            words = f"{words}, with {strength_words(metrics.strength)}"
+        decision = self.decision
+        if decision is not None and decision.strength < EIGHTHS:
+            words = f"{words}, with {strength_words(decision.strength, decision.fault)}"
         # Only a text that is long enough for three splits has a select split.
         return words if metrics.select_tokens else f"{words} (little text, judged part by part)"
 

@@ -183,7 +183,8 @@ def train(
     third judges it. The new model is adopted only if it is surely better on the third part. Otherwise the
     model in use stays, and the exit code is 7. A text of 1,000 to 5,400 tokens is judged part by part. Less
     text is refused. The trained change is weakened until the loss on general text rises by at most
-    --keep-general. Stop the training with Ctrl-C. The same command resumes it.
+    --keep-general, and until the model answers a few general questions as rightly as the base. Stop the
+    training with Ctrl-C. The same command resumes it.
     """
     from permille_agent.state.models import active_model, training_of_release
     from permille_agent.text.documents import Learn
@@ -335,9 +336,12 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
         table.add_row(f"against {active}", str(decision.against_active))
     if decision.general is not None:
         table.add_row("general loss", str(decision.general))
-        table.add_row("strength", strength_words(decision.strength))
     elif decision.against_base is not None:
         table.add_row("general loss", "not measured, because the package has no reference text")
+    if decision.answers:
+        table.add_row("asked", "; ".join(answer.prompt for answer in decision.answers))
+    if decision.general is not None or decision.answers:
+        table.add_row("strength", strength_words(decision.strength, decision.fault))
     table.add_row("steps", f"{decision.step} of {decision.steps} used")
     table.add_row("time", f"{metrics.seconds:.0f} s")
     table.add_row("peak memory", f"{metrics.peak_rss_bytes / 2**20:.0f} MiB")

@@ -13,6 +13,7 @@ from permille_agent.text.documents import Content, Conversation, PlainText
 from permille_agent.text.preparation import prepare, tokenize
 from permille_agent.text.reading import read_documents, survey
 from permille_agent.text.rows import document_rows
+from permille_agent.training.answers import Sample
 from permille_agent.training.decision import Decision, known_losses
 from permille_agent.training.evaluation import DocumentLosses, GeneralLoss, document_losses
 from permille_agent.training.evidence import Comparison, compare_losses
@@ -45,16 +46,6 @@ class ComparedLosses:
     pooled: float | None = None
     bits_per_byte_pooled: float | None = None
     improvement_on_pooled: Comparison | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """Text of each model after a prompt. `pooled` is None if the package has no pooled state."""
-
-    prompt: str
-    base: str
-    personal: str
-    pooled: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ training.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,13 @@ from jinja2 import Environment, StrictUndefined
 
 from permille.errors import OperatorError, PackageError, PermilleError
 from permille.files import write_atomic
-from permille.training.reference import Reference
 from permille_agent.federation.membership import memberships
 from permille_agent.link.report import Delivery, read_report
-from permille_agent.local.compare import Sample, continue_prompt, test_prompts
-from permille_agent.local.model import LocalModel, Sampling, Variant
+from permille_agent.local.compare import continue_prompt, test_prompts
+from permille_agent.local.model import LocalModel, Sampling
 from permille_agent.state.home import Home, telling_disk
 from permille_agent.state.models import Active, active_model, read_manifest
+from permille_agent.training.answers import Sample
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import OpenEngine
 from permille_agent.training.evaluation import strength_words
@@ -35,17 +35,15 @@ from permille_agent.training.run import BegunRun, LearnedText, RunFolder, list_r
 PAGE = "show.html"
 TOKENS = 48  # length of a sample, because longer samples take minutes on a slow device
 TEMPERATURE = 0.7
-ANSWER_TOKENS = 40
 SHOWN_EXAMPLES = 5  # of skipped rows
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 630.0, 20.0, 190.0  # edges of the curve in the picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Contents of a run's `samples.json`. A model without a chat template has no answers."""
+    """Contents of a run's `samples.json`."""
 
     samples: tuple[Sample, ...]
-    answers: tuple[Sample, ...] = ()
 
 
 def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
@@ -79,7 +77,8 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         in_use=active is not None and active.run == folder.name,
         gain=gain,
         general=decision.general if decision else None,
-        strength=strength_words(decision.strength) if decision else "",
+        answers=decision.answers if decision else (),
+        strength=strength_words(decision.strength, decision.fault) if decision else "",
         curve=None if decision is None or by_parts else _curve(folder, decision),
         written=written,
         no_samples=no_samples,
@@ -173,26 +172,7 @@ def _write_samples(home: Home, folder: RunFolder, engine_of: OpenEngine) -> Writ
     with LocalModel(home, engine_of, Active(package=package, run=folder.name)) as model:
         sampling = Sampling(max_new_tokens=TOKENS, temperature=TEMPERATURE, seed=0)
         prompts = test_prompts(folder, model) or ["The"]
-        return Written(
-            samples=tuple(continue_prompt(model, prompt, sampling) for prompt in prompts),
-            answers=tuple(_answer(model, question) for question in _questions(model)),
-        )
-
-
-def _questions(model: LocalModel) -> Sequence[str]:
-    """Return the questions in the package's general text."""
-    reference = Reference.of(model.package)
-    return reference.questions() if reference is not None and model.tokenizer.can_chat else ()
-
-
-def _answer(model: LocalModel, question: str) -> Sample:
-    """Return the answers of the base and the personal model to a question, without random choices."""
-    sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0.0)
-    base, personal = (
-        "".join(model.reply([("user", question)], variant, sampling)[1]).strip()
-        for variant in (Variant.BASE, Variant.PERSONAL)
-    )
-    return Sample(prompt=question, base=base, personal=personal)
+        return Written(samples=tuple(continue_prompt(model, prompt, sampling) for prompt in prompts))
 
 
 def _parts(train: int, select: int, test: int) -> str:

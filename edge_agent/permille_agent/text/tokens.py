@@ -9,7 +9,7 @@ from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any
 
 import numpy as np
@@ -135,8 +135,14 @@ class TextTokenizer:
             raise InputError("The prompt is empty. Write at least one word.")
         return ids_T
 
-    def chat_prompt(self, messages: Sequence[tuple[str, str]]) -> NDArray[np.int64]:
+    def chat_prompt(
+        self, messages: Sequence[tuple[str, str]], *, today: date | None = None
+    ) -> NDArray[np.int64]:
         """Return the ids of a conversation up to the start of the assistant's next turn.
+
+        Args:
+            messages: roles and contents.
+            today: date for templates that print one. None is the current date.
 
         Raises:
             InputError: the package has no chat template, or a message contains a special token.
@@ -144,7 +150,7 @@ class TextTokenizer:
         """
         self.require_chat()
         self._refuse_special(messages)
-        today = datetime.now().astimezone().date()
+        today = today or datetime.now().astimezone().date()
         text = self.template.render(messages, add_generation_prompt=True, today=today)
         return self._encode(text, rendered=True).ids_T
 

@@ -1,7 +1,8 @@
 """Decision whether the state that a run has trained is adopted.
 
 1. The state is multiplied by the largest factor of 8/8, 7/8, ..., 1/8 that keeps the loss on general text
-   within its bound (`evaluation.py`). The number of eighths is the strength of the state.
+   within its bound and the base's answers to general questions (`evaluation.py`). The number of eighths is
+   the strength of the state.
 2. The state at that strength is compared with the base on the test split (`evidence.py`).
 3. If a personal or pooled model is active, the state is also compared with that model.
 
@@ -36,9 +37,11 @@ from permille_agent.text.preparation import LITTLE_GROUP_TOKENS, tokenize
 from permille_agent.text.reading import passages
 from permille_agent.text.rows import Row, document_rows, rows_in_groups, rows_in_pieces
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
+from permille_agent.training.answers import Sample
 from permille_agent.training.evaluation import (
     DocumentLosses,
     GeneralLoss,
+    Kept,
     document_losses,
     joined,
     keep_general,
@@ -74,9 +77,11 @@ class Decision:
         stopped: why the last descent stopped.
         state_digest: the digest of the state at full strength. Replaying a log gives this state.
         scaled_digest: the digest of the scaled state that was judged. None at full strength.
-        strength: the strength that was judged, in eighths. 0 means that even one eighth raises the loss on
-            general text too much.
+        strength: the strength that was judged, in eighths. 0 means that even one eighth costs too much
+            general knowledge.
+        fault: what a larger strength would do to an answer. "" if this is not why the strength is not larger.
         general: the losses on general text. None if the package has no reference text.
+        answers: answers of the base and of the scaled state to general questions.
         incumbent: the model that was active at the time of the decision.
         adopted: whether the state replaces the incumbent.
         reason: reason of the decision, for the user.
@@ -105,7 +110,9 @@ class Decision:
     pooled: bool = False
     strength: int = EIGHTHS
     scaled_digest: str | None = None
+    fault: str = ""
     general: GeneralLoss | None = None
+    answers: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,11 +211,13 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     # No trained state was selected. Judging would only use up test text.
     if selected.step == 0 and not run.judges_start:
         return decision
-    general = keep_general(run, selected.s_K, exponent)
-    strength = EIGHTHS if general is None else general.strength
-    decision = replace(decision, general=general, strength=strength)
+    kept = keep_general(run, selected.s_K, exponent)
+    strength = kept.strength
+    decision = replace(
+        decision, strength=strength, fault=kept.fault, general=kept.general, answers=kept.answers
+    )
     if not strength:
-        return replace(decision, reason=_too_costly(run, general))
+        return replace(decision, reason=_too_costly(run, kept))
     if strength < EIGHTHS:
         decision = replace(decision, scaled_digest=digest_of(scaled(selected.s_K, strength)))
     # A short text has one state for each tested part. No state was trained on the part that tests it.
@@ -393,8 +402,13 @@ def _finite(comparison: Comparison) -> Comparison | None:
     return comparison if math.isfinite(comparison.improvement) else None
 
 
-def _too_costly(run: Run, general: GeneralLoss | None) -> str:
-    rise = general.rise if general else None
+def _too_costly(run: Run, kept: Kept) -> str:
+    if kept.fault:
+        return (
+            f"it would {kept.fault}, even with an eighth of what was trained. The base model does not; "
+            f"{_LOWER_RATE}"
+        )
+    rise = kept.general.rise if kept.general else None
     by = "by too many" if rise is None else f"by {rise:.4f}"
     return (
         "it would lose general knowledge: even an eighth of what was trained raises the loss on general "

@@ -1,17 +1,18 @@
-"""Losses of documents, and the loss on general text.
+"""Losses of documents, and the strength at which a state keeps general knowledge.
 
 The losses of documents are sums in nats. Packages with different tokenizers are compared by nats per byte of
 the same text.
 
-The loss on general text is measured on the package's reference text (`permille.training.reference`). It
-decides the strength of a state: the number of eighths of the state that are kept. Without a reference text, a
-state keeps its full strength.
+The loss on the package's reference text (`permille.training.reference`) and answers to a few questions
+(`answers.py`) decide the strength of a state: the number of eighths of the state that are kept. Without a
+reference text, only the answers decide.
 
 Shapes: D documents, G groups of documents, N targets, K masked weights.
 """
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,8 @@ from permille.errors import InputError
 from permille.training.strength import EIGHTHS, choose_strength, scaled
 from permille.zo.lattice import values
 from permille_agent.text.rows import Row, evaluation_batches
+from permille_agent.text.tokens import TextTokenizer, package_tokenizer
+from permille_agent.training.answers import BaseAnswers, Sample, base_answers, compare_answers
 from permille_agent.training.run import Run, finite_or_none
 
 EVALUATION_TOKENS = 2048
@@ -105,12 +108,10 @@ class GeneralLoss:
     """Losses on the package's reference text, in nats per token. None replaces a loss that is not finite.
 
     Attributes:
-        strength: eighths of the trained state that are kept. 0 means that even one eighth costs too much.
         loss_base: loss of the base model.
-        loss: loss of the base with the state at this strength, or at one eighth if the strength is 0.
+        loss: loss of the base with the state at the strength that is kept, or at one eighth if none is.
     """
 
-    strength: int
     loss_base: float | None
     loss: float | None
 
@@ -125,10 +126,26 @@ class GeneralLoss:
         return f"{self.loss_base:.4f} of the base -> {self.loss:.4f} ({self.rise:+.4f} nats per token)"
 
 
-def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> GeneralLoss | None:
-    """Choose the strength of a trained state, and store it for a resumed run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Contents of `kept.json`: the strength that keeps general knowledge, and what was measured for it.
 
-    Return None if the package has no reference text.
+    Attributes:
+        strength: eighths of the trained state that are kept. 0 means that even one eighth costs too much.
+        fault: what the next larger strength would do to an answer, such as `lose the answer to "What ...?"`.
+            "" if it would raise the loss on general text by too much, or if there is none.
+        general: losses on general text. None if the package has no reference text.
+        answers: answers of the base and of the state at this strength, or at one eighth if it is 0.
+    """
+
+    strength: int
+    fault: str
+    general: GeneralLoss | None
+    answers: tuple[Sample, ...]
+
+
+def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> Kept:
+    """Choose the strength of a trained state, and store it for a resumed run.
 
     Args:
         run: the run.
@@ -136,37 +153,56 @@ def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> G
         step_unit_exponent: exponent of the state's unit.
     """
     reference = run.reference
-    if reference is None:
-        return None
+
+    def values_at(eighths: int) -> NDArray[np.float32]:
+        return values(run.w_base_K, scaled(s_K, eighths), step_unit_exponent)
 
     def loss_of(values_K: NDArray[np.float32]) -> float:
-        return reference.loss(run.engine, values_K)
+        return reference.loss(run.engine, values_K) if reference is not None else 0.0
 
-    def choose() -> GeneralLoss:
-        run.progress.phase("measuring the loss on general text")
-        base = loss_of(run.w_base_K)
+    def choose(tokenizer: TextTokenizer) -> Kept:
+        run.progress.phase("measuring the loss on general text, and asking general questions")
+        loss_base = loss_of(run.w_base_K)
+        base = run.folder.once(
+            "answers-base", BaseAnswers, lambda: base_answers(run.engine, run.w_base_K, tokenizer)
+        )
+        answers: dict[int, tuple[Sample, ...]] = {}
 
-        def rise_of(eighths: int) -> float:
-            return loss_of(values(run.w_base_K, scaled(s_K, eighths), step_unit_exponent)) - base
+        def fault_at(eighths: int) -> str:
+            answers[eighths], fault = compare_answers(run.engine, values_at(eighths), tokenizer, base)
+            return fault
 
-        found = choose_strength(rise_of, run.options.keep_general)
-        return GeneralLoss(
-            strength=found.eighths, loss_base=finite_or_none(base), loss=finite_or_none(base + found.rise)
+        found = choose_strength(
+            lambda eighths: loss_of(values_at(eighths)) - loss_base, run.options.keep_general, fault_at
+        )
+        general = GeneralLoss(
+            loss_base=finite_or_none(loss_base), loss=finite_or_none(loss_base + found.rise)
+        )
+        return Kept(
+            strength=found.eighths,
+            fault=found.fault,
+            general=None if reference is None else general,
+            answers=answers.get(found.eighths or 1, ()),
         )
 
-    return run.folder.once("general", GeneralLoss, choose)
+    with closing(package_tokenizer(run.package)) as tokenizer:
+        return run.folder.once("kept", Kept, lambda: choose(tokenizer))
 
 
-def strength_words(eighths: int) -> str:
+def strength_words(eighths: int, fault: str = "") -> str:
     """Describe how much of a trained state is kept, and why not more.
 
     Example:
         >>> strength_words(6)
         '6/8 of what was trained: more would raise the loss on general text beyond --keep-general'
+
+    Args:
+        eighths: the strength.
+        fault: what more would do to an answer, if this is the reason.
     """
     if not eighths:
         return "none: even an eighth of what was trained costs too much"
     if eighths == EIGHTHS:
         return "all of what was trained"
-    reason = "more would raise the loss on general text beyond --keep-general"
-    return f"{eighths}/{EIGHTHS} of what was trained: {reason}"
+    fault = fault or "raise the loss on general text beyond --keep-general"
+    return f"{eighths}/{EIGHTHS} of what was trained: more would {fault}"

@@ -239,7 +239,7 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         state_digest=log.state_digest,
         general_loss_base=general.loss_base if general else None,
         general_loss_personal=general.loss if general else None,
-        strength=general.strength if general else None,
+        strength=decision.strength if decision and (general or decision.answers) else None,
         scaled_digest=log.scaled_digest,
         agent_version=__version__,
         engine=EngineName(facts.engine.name) if facts.engine else EngineName.LIGHT,

@@ -11,7 +11,8 @@
     descent-<n>.moments  Adam's state of a gradient descent
     descent-<n>.state    best state of a gradient descent (permille.zo.packed_state)
     descent-<n>.jsonl    losses on the select split, one line per evaluation
-    general.json         loss on general text, and the strength that keeps it low
+    answers-base.json    answers of the base to questions of general knowledge
+    kept.json            strength that keeps general knowledge, with the loss and the answers at it
     time.json, stop.json working time, and the step at which the time limit ended the run
     losses-*.json        losses of each judged model on the test split, by piece of text
     incumbent.json       the model in use with which the state is compared

@@ -32,6 +32,8 @@ from permille.zo.estimators import Batch
 from permille_agent.embed import (
     TokenizedDocument,
     TrainOptions,
+    base_answers,
+    compare_answers,
     document_losses,
     document_rows,
     evaluation_batches,
@@ -65,12 +67,16 @@ class Subject:
 
     def strength(self, values_K: NDArray[np.float32]) -> Strength:
         """Return the strength of a state, as the agent chooses it with its default bound."""
-        base = self.reference.loss(self.study.engine, self.study.package.values())
+        engine, tokenizer, base_K = self.study.engine, self.study.tokenizer, self.study.package.values()
+        base, answers = self.reference.loss(engine, base_K), base_answers(engine, base_K, tokenizer)
 
         def rise_of(eighths: int) -> float:
-            return self.reference.loss(self.study.engine, self.at(values_K, eighths)) - base
+            return self.reference.loss(engine, self.at(values_K, eighths)) - base
 
-        return choose_strength(rise_of, KEEP_GENERAL)
+        def fault_at(eighths: int) -> str:
+            return compare_answers(engine, self.at(values_K, eighths), tokenizer, answers)[1]
+
+        return choose_strength(rise_of, KEEP_GENERAL, fault_at)
 
     def at(self, values_K: NDArray[np.float32], eighths: int) -> NDArray[np.float32]:
         """Return the sparse values at a strength in eighths. At 0 they are those of the base."""

@@ -46,3 +46,21 @@ def test_a_rise_beyond_the_bound_at_every_strength_leaves_nothing(rise: float) -
 
 def test_a_fall_is_within_every_bound() -> None:
     assert choose_strength(lambda _: -0.5, 0.0) == Strength(eighths=8, rise=-0.5)
+
+
+def test_a_lost_answer_is_as_bad_as_a_rise_and_asked_only_within_the_bound() -> None:
+    asked = []
+
+    def fault_at(eighths: int) -> str:
+        asked.append(eighths)
+        return "lose it" if eighths > 3 else ""
+
+    found = choose_strength(lambda eighths: 0.04 * eighths, 0.25, fault_at)
+    assert found == Strength(eighths=3, rise=0.12, fault="lose it")
+    assert asked == [6, 5, 4, 3]
+
+
+def test_the_fault_is_that_of_the_next_larger_strength() -> None:
+    found = choose_strength(lambda eighths: 0.1 * eighths, 0.25, lambda _: "")
+    assert found == Strength(eighths=2, rise=0.2, fault="")
+    assert choose_strength(lambda _: 0.0, 0.25, lambda eighths: f"at {eighths}").fault == "at 1"

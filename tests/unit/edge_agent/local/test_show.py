@@ -11,11 +11,10 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille_agent.cli import main as cli
 from permille_agent.federation.membership import join
-from permille_agent.local.show import Written, show_run
+from permille_agent.local.show import show_run
 from permille_agent.state.home import Home, write_record
 from permille_agent.state.models import installed_release
 from permille_agent.training.decision import DecisionCount
-from permille_agent.training.run import find_run
 from tests.bigram_engine import bigram_engine
 from tests.packages import CHATML, sentences
 from tests.unit.edge_agent.runs import home_with_package, train_quickly
@@ -68,9 +67,7 @@ def test_an_adopted_run_shows_gain_curve_and_samples(home: Home, tmp_path: Path)
     assert samples.read_bytes() == before
 
 
-def test_general_loss_stands_above_the_gain_and_questions_are_answered_before_and_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_general_loss_stands_above_the_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, _ = home_with_package(tmp_path / "chatting", chat_template=CHATML)
     release = installed_release(home)
     assert release is not None
@@ -81,9 +78,7 @@ def test_general_loss_stands_above_the_gain_and_questions_are_answered_before_an
     told = f"{result.decision.general.rise:+.4f} nats per token"
     assert page.index("loss of the base model is\n2.0000") < page.index(told) < page.index("more chance")
     assert "This model keeps all of what was trained." in page
-    assert "<strong>What is a day?</strong>" in page[page.index("The same questions, before and after") :]
-    (answer,) = find_run(home, result.run).require("samples", Written).answers
-    assert answer.base and answer.personal
+    assert "No answers were compared" in page
 
 
 def test_a_run_that_kept_the_base_says_so(home: Home, tmp_path: Path) -> None:

@@ -59,10 +59,6 @@ class Pairs:
         """Return the general loss of `values_K`."""
         return 2.0 if self.first_K is None else 2.0 + _distance(values_K, self.first_K)
 
-    def questions(self) -> tuple[str, ...]:
-        """Return one question."""
-        return ("What is a day?",)
-
 
 def pairs(**fields: Any) -> Reference:
     """Return `Pairs` in the type of a reference."""
@@ -201,7 +197,7 @@ def test_the_strength_is_durable_and_measured_once(begin: Begin) -> None:
 
     run = replace(run, reference=cast("Reference", Counted(first_K=run.w_base_K)))
     first = keep_general(run, s_K, -13)  # the rise at full strength is 800 / 2^13 = 0.0977 nats
-    assert first is not None and first.strength == 4
+    assert first.strength == 4
     measured = len(calls)
     assert keep_general(run, s_K, -13) == first
     assert len(calls) == measured
@@ -210,6 +206,6 @@ def test_the_strength_is_durable_and_measured_once(begin: Begin) -> None:
 
 
 def test_losses_that_are_not_finite_are_told_as_such() -> None:
-    found = GeneralLoss(strength=0, loss_base=2.0, loss=None)
+    found = GeneralLoss(loss_base=2.0, loss=None)
     assert (found.rise, str(found)) == (None, "not finite")
     assert str(replace(found, loss=2.25)) == "2.0000 of the base -> 2.2500 (+0.2500 nats per token)"

@@ -1,0 +1,96 @@
+"""Answers of the base and of a personal model to questions of general knowledge.
+
+A chat model is asked through its chat template. Any other model continues the beginning of a text. Answers
+are greedy, so the same model gives the same answers. `permille.training.answers` has the questions and the
+rule.
+
+Answers stay on the device, because those of a personal model can reveal its user's text.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.interface import Engine
+from permille.engines.sampling import TokenSampling
+from permille.errors import InputError, PackageError
+from permille.training.answers import BEGINNINGS, QUESTIONS, Question, fault_of
+from permille.training.reference import ANSWER_TOKENS
+from permille_agent.text.chat_template import TRAINING_DAY
+from permille_agent.text.tokens import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Text of each model after a prompt. `pooled` is None if the package has no pooled state."""
+
+    prompt: str
+    base: str
+    personal: str
+    pooled: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseAnswers:
+    """Contents of `answers-base.json`: the base's right answers, by prompt."""
+
+    texts: Mapping[str, str]
+
+
+def base_answers(engine: Engine, base_K: NDArray[np.float32], tokenizer: TextTokenizer) -> BaseAnswers:
+    """Ask the base all questions, and return the right answers.
+
+    There are none if the engine writes no text, or if the model's chat template fails.
+    """
+    texts = {}
+    with suppress(InputError, PackageError):
+        for question in _questions(tokenizer):
+            answer = _answer(engine, base_K, tokenizer, question.prompt)
+            if question.is_known(answer):
+                texts[question.prompt] = answer
+    return BaseAnswers(texts=texts)
+
+
+def compare_answers(
+    engine: Engine, values_K: NDArray[np.float32], tokenizer: TextTokenizer, base: BaseAnswers
+) -> tuple[tuple[Sample, ...], str]:
+    """Ask a personal model what the base answered rightly, up to the first answer that is worse.
+
+    Returns:
+        The answers, and what is wrong with the last of them, or "": `lose the answer to "What ...?"`.
+    """
+    found: list[Sample] = []
+    for question in _questions(tokenizer):
+        prompt = question.prompt
+        if prompt not in base.texts:
+            continue
+        personal = ""
+        with suppress(InputError):  # the logits are not finite
+            personal = _answer(engine, values_K, tokenizer, prompt)
+        found.append(Sample(prompt=prompt, base=base.texts[prompt], personal=personal))
+        if fault := fault_of(question, base=base.texts[prompt], personal=personal):
+            return tuple(found), f'{fault} "{prompt}"'
+    return tuple(found), ""
+
+
+def _questions(tokenizer: TextTokenizer) -> Sequence[Question]:
+    return QUESTIONS if tokenizer.can_chat else BEGINNINGS
+
+
+def _answer(engine: Engine, values_K: NDArray[np.float32], tokenizer: TextTokenizer, prompt: str) -> str:
+    """Return a model's answer.
+
+    Raises:
+        InputError: the engine writes no text, the prompt is too long, or the logits are not finite.
+        PackageError: the chat template fails.
+    """
+    if tokenizer.can_chat:
+        # A template may print the day. A fixed day gives the same answers in a run that is resumed later.
+        ids_T = tokenizer.chat_prompt([("user", prompt)], today=TRAINING_DAY)
+    else:
+        ids_T = tokenizer.prompt(prompt)
+    sampling = TokenSampling(max_new_tokens=ANSWER_TOKENS, stop_ids=tokenizer.stop_ids)
+    return tokenizer.decode(list(engine.generate(values_K, ids_T, sampling))).strip()
