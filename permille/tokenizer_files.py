@@ -17,6 +17,9 @@ MAX_TEMPLATE_CHARACTERS = 64 << 10
 # llama.cpp also ends an answer at these tokens.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
 
+SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+"""The files that name special tokens and say how a text begins, the older one first."""
+
 ReadFile = Callable[[str], bytes | None]
 """Returns the content of a file by its name, or None if it does not exist."""
 
@@ -45,9 +48,9 @@ class TokenizerFiles:
             PackageError: `tokenizer`: a file is not JSON. `chat-template`: the template is not UTF-8, or is
                 longer than 64 Ki characters.
         """
-        config = read_object(read_file("tokenizer_config.json"))
+        older, config = (read_object(read_file(name)) for name in SETTINGS_FILES)
         # `tokenizer_config.json` is the newer file, so its entries win.
-        names = {**read_object(read_file("special_tokens_map.json")), **config}
+        names = {**older, **config}
         tokens = {name: _text(names.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")}
         stops: dict[int, None] = {}
         for name in ("generation_config.json", "config.json"):

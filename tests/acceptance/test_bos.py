@@ -79,7 +79,7 @@ def test_a_personal_model_is_judged_and_exported_as_programs_run_it(
             assert tokenizer.prompt(prompt).tolist() == peer.tokens(prompt)
 
     # A short document is one row, so its loss is that of BOS and its tokens.
-    judged = personal.evaluate([TEXT])
+    judged = personal.evaluate([TEXT, TEXT])
     for base, loss in ((True, judged.base), (False, judged.personal)):
         dense = personal.export("transformers", tmp_path / f"dense-{base}", base=base)
         ids_BT = torch.tensor([ids])

@@ -12,6 +12,7 @@ from permille.engines.interface import GradientEngine
 from permille.errors import InputError
 from permille.package.manifest import decimal_text
 from permille.schemas.packages import PoolingCreate
+from permille.tokenizer_files import SETTINGS_FILES
 from permille.training.pooling import PoolingPlan, pool, write_pooled
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import open_parent, publishes_package
@@ -33,7 +34,9 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
     row, manifest, package = open_parent(context, request.package_digest)
     context.progress(0.0, "reading the corpus")
     corpus = open_corpus(context, request.corpus_id)
-    (context.work_folder / "tokenizer.json").write_bytes(package.file("tokenizer.json"))
+    # `tokenizer_config.json` says whether a text begins with BOS.
+    for name in package.manifest.files().keys() & {"tokenizer.json", *SETTINGS_FILES}:
+        (context.work_folder / name).write_bytes(package.file(name))
     length = min(request.length, int(package.config.get("max_position_embeddings") or request.length))
     sampling = Sampling(number=request.sequences, length=length, seed=request.seed)
     sequences = corpus.sequences(FileTokenizer(context.work_folder), sampling)
