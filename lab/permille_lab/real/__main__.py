@@ -23,6 +23,7 @@ The other figures are:
     shapes     a step of one row in the shapes of larger models
     learn      training on the user's, the assistant's or all turns of PersonaChat's dialogues
     frontier   sparse values and adapters, by gradient and by zeroth order, at three strengths
+    second     a model of another family (`--second FILE.gguf`): base, own, prompt and both, for three people
 
 A stopped run continues with the first unfinished cell.
 """
@@ -85,7 +86,8 @@ _LORA_RANK, _LORA_RATE = 8, 1e-3
 _ITEMS = 400
 _COHORT = 10
 _DECODE_ROUNDS = 5
-_FIGURES = ("memory", "decode", "shapes", "people", "tasks", "learn", "frontier")
+_FIGURES = ("memory", "decode", "shapes", "people", "tasks", "learn", "frontier", "second")
+_SECOND_PEOPLE = 3
 _METHODS = {"gradient": EstimatorKind.GRADIENT, "zeroth-order": EstimatorKind.ONE_SIDED}
 _TASKS = {
     Task.SST2: "SST-2_glue/dev.tsv",
@@ -160,6 +162,30 @@ class Bench:
             "seconds": {"own": round(seconds, 1), **lora},
             "peak_bytes": resident(),
             "machine": machine(),
+        }
+
+    def second(self, user: User) -> Result:
+        """Measure a person's state on a model of another family, with each general text alone."""
+        person = self.subject.study.person(user)
+        base_K = self.package.values()
+        own_K, strength = self.kept(self.state(person)[0])
+        prompted = [_after(person.train, document) for document in person.test]
+        half = len(self.general) // 2
+        general = {"WikiText-2": self.general[:half], "C4": self.general[half:]}
+        return {
+            "nats": {
+                State.BASE.value: self.nats(base_K, person.test),
+                State.OWN.value: self.nats(own_K, person.test),
+                State.PROMPT.value: self.nats(base_K, prompted),
+                State.BOTH.value: self.nats(own_K, prompted),
+            },
+            "general": {
+                name: [general_of(self.engine, values_K, part) for values_K in (base_K, own_K)]
+                for name, part in general.items()
+            },
+            "strength": strength,
+            "train_tokens": targets(person.train),
+            "test_tokens": targets(person.test),
         }
 
     def control(self, user: User, next_user: User) -> Result:
@@ -285,6 +311,7 @@ def main() -> None:
     """Measure the missing cells."""
     parser = settings_parser(__doc__, "real")
     parser.add_argument("--gguf", type=Path, default=SMOLLM2_FILE, help="the model")
+    parser.add_argument("--second", type=Path, help="a model of another family, for the figure `second`")
     parser.add_argument("--people", type=int, default=_COHORT, help="number of authors of tweets")
     parser.add_argument("--frontier-people", type=int, default=_COHORT + 1, help="people in the frontier")
     parser.add_argument("--trainables", nargs="+", choices=list(Trainable), default=list(Trainable))
@@ -299,13 +326,20 @@ def main() -> None:
     ring = [gardener(), *everybody[:_COHORT]]
     people = ring[: options.people + 1]
 
-    def bench(trainable: Trainable, told: TrainOptions) -> Bench:
+    def bench(trainable: Trainable, told: TrainOptions, gguf: Path = options.gguf) -> Bench:
         trained = _TRAINABLES[trainable]
-        subject = open_subject(sources, options.gguf, options.folder, trained=trained, options=told)
+        subject = open_subject(sources, gguf, options.folder, trained=trained, options=told)
         return Bench(subject, everybody, general_batches(subject.folder, data))
 
     for seed in options.seeds:
         along = TrainOptions(seed=seed, steps=STEPS)
+        if "second" in options.figures and options.second is not None:
+            second_bench = bench(Trainable.SPARSE, along, options.second)
+            for user in ring[:_SECOND_PEOPLE]:
+                settings = {"model": options.second.stem, "user": user.name, "seed": seed, "steps": STEPS}
+                cells.once("second", settings, partial(second_bench.second, user))
+        if {*options.figures} == {"second"}:
+            continue
         main_bench = bench(Trainable.SPARSE, along)
         if "memory" in options.figures:  # first, since reused memory of earlier work would not be counted
             cells.once("memory", {"user": people[0].name}, partial(main_bench.memory, people[0]))

@@ -55,6 +55,7 @@ def tables(results: Path) -> dict[str, str]:
         "decode": markdown(_decode(cells)),
         "shapes": markdown(_shapes(cells)),
         "memory": markdown(_memory(cells)),
+        "second": markdown(_second(cells)),
     }
 
 
@@ -200,6 +201,20 @@ def _shapes(cells: Cells) -> pd.DataFrame:
             for settings, result in cells.of("shapes")
         ]
     )
+
+
+def _second(cells: Cells) -> pd.DataFrame:
+    rows = []
+    for settings, result in cells.of("second"):
+        losses = {name: f"{nats:.3f}" for name, nats in result["nats"].items()}
+        general = {name: f"{base:.3f} -> {own:.3f}" for name, (base, own) in result["general"].items()}
+        row = {
+            "model": settings["model"],
+            "person": settings["user"],
+            "tokens that train": result["train_tokens"],
+        }
+        rows.append(row | losses | general | {"strength": f"{result['strength']}/8"})
+    return pd.DataFrame(rows)
 
 
 def _memory(cells: Cells) -> pd.DataFrame:
