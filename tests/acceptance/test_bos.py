@@ -23,7 +23,7 @@ from permille_lab.exports.llama_cpp import LlamaCpp
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTES = EXAMPLES / "gardener/notes.txt"
 BOS = 0
-TEXT = NOTES.read_text(encoding="utf-8").split("\n\n")[3][:200]
+TEXTS = [text[:200] for text in NOTES.read_text(encoding="utf-8").split("\n\n")[3:5]]
 PROMPTS = ("Today I", "The garden is", "In the morning")
 
 
@@ -72,17 +72,18 @@ def test_a_personal_model_is_judged_and_exported_as_programs_run_it(
 
     tokenizer = package_tokenizer(package)
     with LlamaCpp(personal.export("gguf", tmp_path / "gguf") / GGUF_FILE, context=256) as peer:
-        ids = peer.tokens(TEXT)
-        assert ids[0] == BOS
-        assert ids == FileTokenizer(folder).encode(TEXT)
+        rows = [peer.tokens(text) for text in TEXTS]
+        assert [ids[0] for ids in rows] == [BOS, BOS]
+        assert rows == [FileTokenizer(folder).encode(text) for text in TEXTS]
         for prompt in PROMPTS:
             assert tokenizer.prompt(prompt).tolist() == peer.tokens(prompt)
 
     # A short document is one row, so its loss is that of BOS and its tokens.
-    judged = personal.evaluate([TEXT, TEXT])
+    judged = personal.evaluate(TEXTS)
     for base, loss in ((True, judged.base), (False, judged.personal)):
-        dense = personal.export("transformers", tmp_path / f"dense-{base}", base=base)
-        ids_BT = torch.tensor([ids])
+        model = load_model(personal.export("transformers", tmp_path / f"dense-{base}", base=base))
         with torch.no_grad():
-            wanted = float(load_model(dense)(input_ids=ids_BT, labels=ids_BT).loss)
+            logits = [model(input_ids=torch.tensor([ids])).logits[0, :-1] for ids in rows]
+        targets = torch.tensor([token for ids in rows for token in ids[1:]])
+        wanted = float(torch.nn.functional.cross_entropy(torch.cat(logits).float(), targets))
         assert loss == pytest.approx(wanted, abs=2e-3)
