@@ -200,23 +200,33 @@ class Personalizer:
                 return "".join(model.reply([("user", prompt)], variant, sampling)[1])
             return "".join(model.complete(prompt, variant, sampling)[1])
 
-    def export(self, form: str, folder: str | Path, *, base: bool = False) -> Path:
+    def export(
+        self, form: str, folder: str | Path, *, base: bool = False, like: str | Path | None = None
+    ) -> Path:
         """Write the personal model for other programs. For example:
 
             personal.export("gguf", "mine")            # llama.cpp and Ollama
+            personal.export("gguf", "mine", like="model.gguf")
             personal.export("transformers", "mine")
 
         Args:
             form: "gguf", "transformers" or, for an adapter, "peft".
             folder: a new or empty folder.
             base: write the base instead of the personal model.
+            like: for "gguf", the GGUF file that the model came from. The new file takes its
+                tokenizer and metadata.
 
         Returns:
             The absolute path of the folder.
 
         Raises:
-            InputError: the form is unknown, the folder is not empty, or there is no personal model.
+            InputError: the form is unknown or cannot be written, `like` is a file of another model,
+                the folder is not empty, or there is no personal model.
         """
+        if form not in ("gguf", "transformers", "peft"):
+            raise InputError(f"{form!r} is not a form of export. Choose 'gguf', 'transformers' or 'peft'.")
+        if like is not None and form != "gguf":
+            raise InputError(f"`like` is for the form 'gguf', and the form is {form!r}.")
         active = require_active(self._home)
         if active.run is None and not base:
             raise InputError("No personal model was adopted. Call `fit`, or export the base with base=True.")
@@ -226,13 +236,12 @@ class Personalizer:
         if form == "gguf":
             from permille.engines.gguf.export import export_gguf  # needs the gguf extra
 
-            export_gguf(package, values_K, target, kind="q8_0")
+            file = None if like is None else Path(like).expanduser()
+            export_gguf(package, values_K, target, kind="q8_0", like=file)
         elif form == "transformers":
             export_transformers(package, values_K, target)
-        elif form == "peft":
-            export_peft(package, values_K, target)
         else:
-            raise InputError(f"{form!r} is not a form of export. Choose 'gguf', 'transformers' or 'peft'.")
+            export_peft(package, values_K, target)
         return target
 
     def save(self, folder: str | Path) -> Path:

@@ -301,6 +301,10 @@ class Package:
         """Return the checked bytes of a file. Raises KeyError if the package has no such file."""
         return self.blobs.read(self.manifest.files()[path].digest, limit=MAX_FILE_BYTES)
 
+    def find_file(self, path: str) -> bytes | None:
+        """Return the checked bytes of a file, or None if the package has no such file."""
+        return self.file(path) if path in self.manifest.files() else None
+
     def _checked(self, role: Role) -> SafetensorsFile:
         self.check_blocks()
         return self._layers[role]

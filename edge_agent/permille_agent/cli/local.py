@@ -311,6 +311,12 @@ def export(
             "packages with the codes of a GGUF file, else q8_0.",
         ),
     ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            help="The GGUF file that the model came from. The new file takes its tokenizer and metadata."
+        ),
+    ] = None,
     base: BaseOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -322,11 +328,14 @@ def export(
 
       permille-agent export ~/models/mine-gguf --format gguf --type q8_0
 
+      permille-agent export ~/models/mine-gguf --format gguf --like ~/models/model.gguf
+
       permille-agent export ~/models/my-adapter --format peft
 
-    The export merges your changes into the weights. --format gguf is for llama.cpp and Ollama. --format peft
-    writes only the adapter, if the package trains one. --format executorch needs torch and ExecuTorch's
-    exporter. The export is personal data.
+    The export merges your changes into the weights. --format gguf is for llama.cpp and Ollama. With --like,
+    llama.cpp reads the new file as it reads the old one. --format peft writes only the adapter, if the
+    package trains one. --format executorch needs torch and ExecuTorch's exporter. The export is personal
+    data.
     """
     from permille.engines.export import export_peft, export_transformers
     from permille.package.blobs import BlobFolder
@@ -334,6 +343,8 @@ def export(
     from permille_agent.state.models import carries_pooled, require_active
     from permille_agent.training.personal import model_values
 
+    if form is not ExportForm.GGUF and (kind is not None or like is not None):
+        raise InputError(f"--type and --like are for --format gguf, and the format is {form}.")
     home = home_of(context)
     active = require_active(home)
     folder = folder.expanduser().absolute()
@@ -360,7 +371,7 @@ def export(
     else:
         with _needing("gguf"):
             from permille.engines.gguf.export import MODELFILE, export_gguf
-        exported = export_gguf(package, values_K, folder, kind=kind)
+        exported = export_gguf(package, values_K, folder, kind=kind, like=like and like.expanduser())
         document |= {"type": exported.kind.value, "bytes": exported.size_bytes}
         # Quote the path, because the user copies this command into a shell.
         use = shlex.quote(str(folder / MODELFILE))

@@ -107,14 +107,16 @@ def export_executorch(package: Package, values_K: NDArray[np.float32] | None, fo
             are not finite, or the folder is not empty.
     """
     _check_exporter()
-    module = _Logits(_float32_model(package, checked_values(package, values_K))).eval()
+    values_K = checked_values(package, values_K)
     most = min(MAX_TOKENS, int(package.config.get("max_position_embeddings") or MAX_TOKENS))
     # The minimum is 2, because torch.export treats a size of 0 or 1 as a constant.
     tokens = torch.export.Dim("tokens", min=2, max=most)
-    with torch.no_grad():
-        inputs = (torch.zeros(1, most, dtype=torch.int64),)
-        exported = torch.export.export(module, inputs, dynamic_shapes=({1: tokens},))
+    inputs = (torch.zeros(1, most, dtype=torch.int64),)
+    # Open the folder first, because the export of a large model takes minutes.
     with new_folder(folder) as temporary:
+        module = _Logits(_float32_model(package, values_K)).eval()
+        with torch.no_grad():
+            exported = torch.export.export(module, inputs, dynamic_shapes=({1: tokens},))
         for name in package.manifest.files():
             write_atomic(temporary / name, package.file(name))
         with (temporary / "model.pte").open("wb") as file:

@@ -1,18 +1,21 @@
 """Export of a package and sparse values to a folder with `model.gguf`, and a `Modelfile` for Ollama.
 
-    exported = export_gguf(package, personal_K, Path("mine"))
+    exported = export_gguf(package, personal_K, Path("mine"), like=Path("model.gguf"))
     exported.kept     # the share of the personal change that the file keeps
+
+With `like`, the file takes tokenizer and metadata from the GGUF file that the model came from. Without it,
+both are translated from the files of the package.
 
 Tensors are written one by one, so memory depends on the size of the largest tensor, not on that of the model.
 The folder appears only when it is complete. A failed export leaves no folder.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, get_tensor_name_map
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 from gguf.quants import dequantize as dequantize_gguf
 from numpy.typing import NDArray
 
@@ -26,13 +29,14 @@ from permille.engines.gguf.blocks import (
     fits,
     row_bytes,
 )
-from permille.engines.gguf.description import Description, describe
 from permille.engines.gguf.modelfile import modelfile
-from permille.engines.gguf.tokenizer import Vocabulary, vocabulary_of
 from permille.errors import InputError
 from permille.files import write_atomic
 from permille.models.families import expected_tensors, shape_of
 from permille.models.gguf.config import ROPE_FACTORS
+from permille.models.gguf.description import Description, describe
+from permille.models.gguf.original import Original
+from permille.models.gguf.vocabulary import PromptRules, vocabulary_of
 from permille.package.manifest import TensorInfo
 from permille.package.reader import Package
 from permille.quantization import dequantize
@@ -78,8 +82,9 @@ def export_gguf(
     folder: Path,
     *,
     kind: BlockType | str | None = None,
+    like: Path | None = None,
 ) -> GgufExport:
-    """Write a folder that unmodified llama.cpp loads. The model has the name of the folder.
+    """Write a folder that unmodified llama.cpp loads.
 
     Linear layers, embedding and head are stored in the type `kind`. With Q4_0, embedding and head are stored
     in Q8_0. All other tensors are float32. With `source`, linear layers keep the bytes of the package, except
@@ -91,11 +96,13 @@ def export_gguf(
         values_K: float32 [package.k], the masked weights. None takes the package's values.
         folder: a new or empty folder. Its parent folder must exist.
         kind: the type. None takes `source` if the package has the scheme `source`, else Q8_0.
+        like: the GGUF file that the model came from. The new file takes its tokenizer and metadata. Without
+            it, the model has the name of the folder.
 
     Raises:
-        InputError: llama.cpp does not support the model or tokenizer, the package has an adapter, values are
-            invalid, the scheme does not allow the type, the file would keep less than `LEAST_KEPT` of the
-            personal change, or the folder is not empty.
+        InputError: llama.cpp does not support the model or tokenizer, `like` is a file of another model, the
+            package has an adapter, values are invalid, the scheme does not allow the type, the file would
+            keep less than `LEAST_KEPT` of the personal change, or the folder is not empty.
         OSError: the file system failed. No folder is left.
     """
     scheme = package.manifest.scheme.name
@@ -121,33 +128,57 @@ def export_gguf(
             f"Q4_0 needs an int4 package. Q4_0 cannot hold the levels of {scheme}. Choose the type "
             + ("source." if scheme is Scheme.SOURCE else "q8_0.")
         )
-    description, vocabulary = describe(package.config), None
-    if "tokenizer.json" in package.manifest.files():
-        vocabulary = vocabulary_of(package, shape_of(package.config).vocabulary)
     with new_folder(folder) as temporary:
-        weights = _Weights(package, values_K, description, kind)
-        exported = _write_model(weights, vocabulary, temporary / GGUF_FILE, folder.name)
+        header = _header(package, folder.name, like)
+        weights = _Weights(package, values_K, header.description, kind)
+        exported = _write_model(weights, header, temporary / GGUF_FILE)
         if exported.kept < LEAST_KEPT:
             finer = BlockType.F32 if kind in (BlockType.F16, BlockType.Q8_0) else BlockType.Q8_0
             raise InputError(
                 f"Only {max(exported.kept, 0):.1%} of the personal change fits into {kind}, "
                 f"less than {LEAST_KEPT:.0%}. Choose the type {finer}."
             )
-        use = modelfile(GGUF_FILE, vocabulary, description.positions)
+        use = modelfile(GGUF_FILE, header.prompt, header.description.positions)
         write_atomic(temporary / MODELFILE, use.encode())
     return exported
 
 
-def _write_model(weights: "_Weights", vocabulary: Vocabulary | None, path: Path, name: str) -> GgufExport:
-    writer = GGUFWriter(path, weights.description.name)
-    try:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    """The metadata of the file: a description of the decoder, a function that writes all keys, prompts."""
+
+    description: Description
+    write: Callable[[GGUFWriter], None]
+    prompt: PromptRules | None
+
+
+def _header(package: Package, name: str, like: Path | None) -> _Header:
+    """Check that the model can be written, and return the metadata. Raises InputError."""
+    if like is not None:
+        original = Original(like, package.config, package.find_file)
+        return _Header(description=original.description, write=original.write, prompt=original.prompt)
+    description, vocabulary = describe(package.config), None
+    if "tokenizer.json" in package.manifest.files():
+        vocabulary = vocabulary_of(package.find_file, shape_of(package.config).vocabulary)
+
+    def write(writer: GGUFWriter) -> None:
         writer.add_name(name)
-        weights.description.write(writer)
+        description.write(writer)
         if vocabulary is not None:
             vocabulary.write(writer)
         else:
             # With the model "none", llama.cpp loads the file, but takes only token ids as input, no text.
             writer.add_tokenizer_model("none")
+
+    return _Header(
+        description=description, write=write, prompt=None if vocabulary is None else vocabulary.prompt
+    )
+
+
+def _write_model(weights: "_Weights", header: _Header, path: Path) -> GgufExport:
+    writer = GGUFWriter(path, header.description.name)
+    try:
+        header.write(writer)
         layout = weights.layout()
         first = next(iter(layout.values()))[0] if weights.kind is BlockType.SOURCE else weights.kind
         # Programs show this type for the whole file, although each tensor has a type of its own.
@@ -184,7 +215,6 @@ class _Weights:
         self._values_K = values_K
         self.description = description
         self.kind = kind
-        self._names = get_tensor_name_map(description.arch, len(description.decoder.layers))
         self._lost = 0.0
         self._changed = float(((values_K - package.values()) ** 2).sum(dtype=np.float64))
         self.as_float16 = 0
@@ -198,14 +228,14 @@ class _Weights:
         """Return type and shape of each tensor by its name in the file."""
         shapes = expected_tensors(self._package.config)
         found: dict[str, tuple[BlockType, tuple[int, ...]]] = {
-            self._name(info.name): (self._linear_type(info), info.shape)
+            self.description.names[info.name]: (self._linear_type(info), info.shape)
             for info in self._package.manifest.tensors
         }
         self.as_float16 = sum(
             stored is BlockType.F16 and self.kind is not stored for stored, _ in found.values()
         )
         for name in self._package.plain_names:
-            found[self._name(name)] = (self._plain_type(name, shapes[name]), shapes[name])
+            found[self.description.names[name]] = (self._plain_type(name, shapes[name]), shapes[name])
         if self.description.head_copied:
             name = f"{self.description.decoder.embedding}.weight"
             found["output.weight"] = (self._plain_type(name, shapes[name]), shapes[name])
@@ -278,9 +308,3 @@ class _Weights:
         data_NR = data_NR.reshape(-1, 4) if bias else data_NR
         order_N = self.description.row_order(name, len(data_NR))
         return data_NR if order_N is None else np.ascontiguousarray(data_NR[order_N])
-
-    def _name(self, name: str) -> str:
-        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None:
-            raise InputError(f"llama.cpp knows no tensor {name}.")
-        return found

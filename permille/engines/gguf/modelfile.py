@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from permille.engines.gguf.tokenizer import Vocabulary
+from permille.models.gguf.vocabulary import PromptRules
 from permille.sandbox.process import Sandbox, SandboxError
 from permille.tokenizer_files import ends_of_turn
 
@@ -88,12 +88,12 @@ class ChatParts:
         )
 
 
-def modelfile(file: str, vocabulary: Vocabulary | None, positions: int) -> str:
+def modelfile(file: str, rules: PromptRules | None, positions: int) -> str:
     """Return the `Modelfile` of an exported file.
 
     Args:
         file: the name of the file.
-        vocabulary: the tokenizer, or None if the package has none.
+        rules: the rules of a prompt, or None if the package has no tokenizer.
         positions: the length of the model's longest sequence. The `Modelfile` requests at most 4,096
             positions, because Ollama reserves memory for all that are requested.
 
@@ -104,14 +104,14 @@ def modelfile(file: str, vocabulary: Vocabulary | None, positions: int) -> str:
         PARAMETER num_ctx 4096
     """
     lines = [f"FROM ./{file}\n"]
-    if vocabulary is not None and vocabulary.chat_template is not None:
-        parts = chat_parts(vocabulary.chat_template, _variables(vocabulary))
+    if rules is not None and rules.chat_template is not None:
+        parts = chat_parts(rules.chat_template, _variables(rules))
         if parts is None:
             lines.append(_UNKNOWN)
         else:
-            parts = _without_beginning(parts, vocabulary)
+            parts = _without_beginning(parts, rules)
             lines.append(f'TEMPLATE """{parts.go()}"""\n')
-        lines += [f'PARAMETER stop "{stop}"\n' for stop in _stops(vocabulary)]
+        lines += [f'PARAMETER stop "{stop}"\n' for stop in _stops(rules)]
     lines.append(f"PARAMETER num_ctx {min(positions, _MAX_CONTEXT)}\n")
     return "".join(lines)
 
@@ -190,25 +190,23 @@ def _around(text: str | None, said: Sequence[str]) -> list[str] | None:
     return [*pieces, text or ""]
 
 
-def _without_beginning(parts: ChatParts, vocabulary: Vocabulary) -> ChatParts:
+def _without_beginning(parts: ChatParts, rules: PromptRules) -> ChatParts:
     """Drop the beginning-of-text token if llama.cpp already adds it to every text."""
-    begin = _variables(vocabulary)["bos_token"]
-    if not vocabulary.add_bos or not begin:
+    begin = _variables(rules)["bos_token"]
+    if not rules.add_bos or not begin:
         return parts
     system = parts.system and parts.system.removeprefix(begin)
     after_system = parts.after_system if parts.system is not None else parts.after_system.removeprefix(begin)
     return replace(parts, first=parts.first.removeprefix(begin), system=system, after_system=after_system)
 
 
-def _variables(vocabulary: Vocabulary) -> dict[str, str]:
-    special, tokens = vocabulary.special, vocabulary.tokens
-    return {f"{name}_token": tokens[special[name]] if name in special else "" for name in ("bos", "eos")}
+def _variables(rules: PromptRules) -> dict[str, str]:
+    return {f"{name}_token": rules.special.get(name, "") for name in ("bos", "eos")}
 
 
-def _stops(vocabulary: Vocabulary) -> list[str]:
-    special = vocabulary.special
-    named = [vocabulary.tokens[special[name]] for name in ("eos", "eot") if name in special]
-    found = dict.fromkeys([*named, *ends_of_turn(vocabulary.chat_template)])
+def _stops(rules: PromptRules) -> list[str]:
+    named = [rules.special[name] for name in ("eos", "eot") if name in rules.special]
+    found = dict.fromkeys([*named, *ends_of_turn(rules.chat_template)])
     # Ollama knows no escapes, so leave out a token that would end the quotation or the line.
     return [stop for stop in found if stop.isprintable() and '"' not in stop]
 

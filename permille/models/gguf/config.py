@@ -1,6 +1,6 @@
 """The `config.json` of the model in a GGUF file, and its tensors by canonical name.
 
-This is the inverse of `permille.engines.gguf.description`, which writes such files. A test converts every
+This is the inverse of `permille.models.gguf.description`, which writes such files. A test converts every
 family there and back. Metadata is untrusted. Settings that a config cannot express are refused by name.
 """
 

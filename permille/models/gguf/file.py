@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
@@ -38,7 +38,7 @@ _MOST_KEYS, _MOST_TENSORS, _MOST_ITEMS = 4096, 1 << 16, 4 << 20
 _MOST_BYTES = 8 << 20  # in one text
 # The `struct` codes of scalar types, by the number that GGUF gives to each type.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING, _ARRAY = GGUFValueType.STRING, GGUFValueType.ARRAY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +89,8 @@ class GgufFile:
         keys = reader.count("keys of metadata", _MOST_KEYS)
         self.name = path.name
         self.metadata: Mapping[str, Any] = reader.metadata(keys)
+        # The type of each value, and for a list that of its items.
+        self.types: Mapping[str, tuple[GGUFValueType, GGUFValueType | None]] = reader.types
         self.tensors: Mapping[str, TensorPlace] = self._places(reader, tensors)
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -178,6 +180,7 @@ class _Reader:
         self._size = size
         self._name = name
         self.at = 0
+        self.types: dict[str, tuple[GGUFValueType, GGUFValueType | None]] = {}
         self._items = 0
 
     def take(self, size: int) -> bytes:
@@ -224,10 +227,9 @@ class _Reader:
         return shape, self.number("I"), self.number("Q")
 
     def _value(self, kind: int, key: str) -> Any:
-        if kind == _STRING:
-            return self.text()
-        if kind in _SCALARS:
-            return self.number(_SCALARS[kind])
+        if kind == _STRING or kind in _SCALARS:
+            self.types[key] = GGUFValueType(kind), None
+            return self.text() if kind == _STRING else self.number(_SCALARS[kind])
         if kind != _ARRAY:
             raise self._refused(f"has {key!r:.80} of a type that GGUF does not name: {kind}")
         items, number = self.number("I"), self.count("items of a list", _MOST_ITEMS)
@@ -235,10 +237,11 @@ class _Reader:
         self._items += number
         if self._items > _MOST_ITEMS:
             raise self._refused(f"has lists of more than {_MOST_ITEMS} items together")
+        if items != _STRING and items not in _SCALARS:
+            raise self._refused(f"has {key!r:.80} as a list of lists")
+        self.types[key] = _ARRAY, GGUFValueType(items)
         if items == _STRING:
             return [self.text() for _ in range(number)]
-        if items not in _SCALARS:
-            raise self._refused(f"has {key!r:.80} as a list of lists")
         form = np.dtype("<" + _SCALARS[items])
         return np.frombuffer(self.take(number * form.itemsize), form).tolist()
 

@@ -1,6 +1,6 @@
 """Translation of a GGUF file's tokenizer to `tokenizer.json`, for two kinds of byte pair encoding.
 
-This is the inverse of `permille.engines.gguf.tokenizer`. A `gpt2` tokenizer writes bytes as letters. Its file
+This is the inverse of `permille.models.gguf.vocabulary`. A `gpt2` tokenizer writes bytes as letters. Its file
 has a list of merges and the name of the rule that splits a text into words. A `llama` tokenizer is that of
 sentencepiece, which first merges the pair that makes the token with the best score. Its file has only the
 scores, so the list of merges is made from them, in the same way as in transformers. Other kinds and unknown
@@ -62,7 +62,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
         raise file.refused(
             f"holds a tokenizer of kind {kind!r:.60}, and only gpt2 and llama are supported. {OTHERWISE}"
         )
-    tokens = _texts(file, "tokens")
+    tokens = token_texts(file)
     rows = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
     # More rows than tokens are fine: many embeddings are padded.
     if len(tokens) > rows:
@@ -73,9 +73,8 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     # In `tokenizer.json`, the text of a token is the key of its id.
     if len(set(tokens)) != len(tokens):
         raise file.refused("has a token twice in its vocabulary")
-    special = _special(file, kind, tokens)
-    add_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(file, kind)))
-    add_eos = bool(file.metadata.get("tokenizer.ggml.add_eos_token"))
+    special = special_texts(file, tokens)
+    add_bos, add_eos = adds_bos(file), bool(file.metadata.get("tokenizer.ggml.add_eos_token"))
     first = special.get("bos") if add_bos else None
     last = special.get("eos") if add_eos else None
     document = {
@@ -104,6 +103,30 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     generation = {name: file.metadata[key] for name, key in _SAMPLING.items() if key in file.metadata}
     generation |= {"eos_token_id": ids} if ids else {}
     return found | ({"generation_config.json": generation} if generation else {})
+
+
+def token_texts(file: GgufFile) -> list[str]:
+    """Return the text of each token, by id. Raises InputError if the file has no such list."""
+    return _texts(file, "tokens")
+
+
+def adds_bos(file: GgufFile) -> bool:
+    """Return whether llama.cpp adds the `bos` token to every text."""
+    # A file that does not say so means the default of its kind of tokenizer.
+    kinds = (file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre"))
+    return bool(file.metadata.get("tokenizer.ggml.add_bos_token", "llama" in kinds or "llama-bpe" in kinds))
+
+
+def special_texts(file: GgufFile, tokens: list[str]) -> dict[str, str]:
+    """Return the texts of special tokens by the names that transformers uses, without unknown ones."""
+    defaults, found = _DEFAULTS.get(file.text("tokenizer.ggml.model", "none"), {}), {}
+    for name, key in _SPECIAL.items():
+        known = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for number in (known, defaults.get(name)):
+            if isinstance(number, int) and 0 <= number < len(tokens):
+                found[name] = tokens[number]
+                break
+    return found
 
 
 def chat_template(file: GgufFile) -> str | None:
@@ -155,23 +178,6 @@ def _texts(file: GgufFile, key: str) -> list[str]:
     except UnicodeEncodeError as exc:
         raise file.refused(f"has texts in tokenizer.ggml.{key} that are not UTF-8") from exc
     return found
-
-
-def _special(file: GgufFile, kind: str, tokens: list[str]) -> dict[str, str]:
-    """Return the texts of special tokens by the names that transformers uses, without unknown ones."""
-    found = {}
-    for name, key in _SPECIAL.items():
-        known = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        for number in (known, _DEFAULTS[kind].get(name)):
-            if isinstance(number, int) and 0 <= number < len(tokens):
-                found[name] = tokens[number]
-                break
-    return found
-
-
-def _adds_bos(file: GgufFile, kind: str) -> bool:
-    """Return whether llama.cpp adds the `bos` token if the file does not say."""
-    return kind == "llama" or file.metadata.get("tokenizer.ggml.pre") == "llama-bpe"
 
 
 def _added(tokens: list[str], types: list[Any]) -> list[dict[str, Any]]:

@@ -9,10 +9,10 @@ import pytest
 from gguf import GGUFReader, dequantize
 from numpy.typing import NDArray
 
-from permille.engines.gguf.description import describe
 from permille.engines.gguf.export import GGUF_FILE, MODELFILE, export_gguf
-from permille.engines.gguf.tokenizer import vocabulary_of
 from permille.errors import InputError
+from permille.models.gguf.description import describe
+from permille.models.gguf.vocabulary import vocabulary_of
 from permille.package.reader import Package
 from permille.quantization import dequantize as decoded
 from permille.quantization.types import Scheme
@@ -255,7 +255,7 @@ def test_a_tokenizer_of_bytes(tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_sentencepiece(tmp_path: Path) -> None:
     package = exported_package(tmp_path / "blobs", "llama", tokenizer=sentencepiece())
-    found = vocabulary_of(package, VOCABULARY)
+    found = vocabulary_of(package.find_file, VOCABULARY)
     assert found.cut is None
     assert found.add_bos
     assert found.space_first
@@ -291,10 +291,10 @@ def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(tmp_path: Pa
     ):
         package = exported_package(tmp_path / str(number), "llama", tokenizer=json.dumps(document).encode())
         with pytest.raises(InputError, match=message):
-            vocabulary_of(package, VOCABULARY)
+            vocabulary_of(package.find_file, VOCABULARY)
     package = exported_package(tmp_path / "broken", "llama", tokenizer=b'{"model": {"vocab": 3}}')
     with pytest.raises(InputError, match="unknown form"):
-        vocabulary_of(package, VOCABULARY)
+        vocabulary_of(package.find_file, VOCABULARY)
 
 
 def test_a_table_in_8_bits_goes_out_as_it_is(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from permille.engines.gguf.export import GGUF_FILE, MODELFILE, export_gguf
 from permille.engines.gguf.modelfile import chat_parts, modelfile
-from permille.engines.gguf.tokenizer import Vocabulary
+from permille.models.gguf.vocabulary import PromptRules
 from permille.package.blobs import BlobFolder
 from permille.quantization.types import Scheme
 from tests.packages import CHATML, tiny_tokenizer
@@ -153,21 +153,10 @@ def test_an_export_names_the_ends_of_a_turn_and_no_beginning_twice(tmp_path: Pat
 def test_stops_are_written_as_ollama_reads_them() -> None:
     # Ollama knows no escapes: it takes the text between the quotes as it is.
     stops, unwritable = ["<｜end▁of▁sentence｜>", "\\end"], 'end"\nSYSTEM no'
-    vocabulary = Vocabulary(
-        tokens=[*stops, unwritable],
-        types=[],
-        cut=None,
-        merges=[],
-        scores=[],
-        space_first=False,
-        special={"eos": 0, "eot": 1},
-        add_bos=False,
-        add_eos=False,
-        chat_template=PLAIN,
-    )
-    written = modelfile(GGUF_FILE, vocabulary, 64)
+    rules = PromptRules(special={"eos": stops[0], "eot": stops[1]}, add_bos=False, chat_template=PLAIN)
+    written = modelfile(GGUF_FILE, rules, 64)
     assert re.findall("PARAMETER stop (.*)", written) == [f'"{stop}"' for stop in stops]
-    written = modelfile(GGUF_FILE, replace(vocabulary, special={"eos": 2}), 64)
+    written = modelfile(GGUF_FILE, replace(rules, special={"eos": unwritable}), 64)
     assert "stop" not in written
     assert "SYSTEM" not in written
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType, get_tensor_name_map
 from numpy.typing import NDArray
 
 from permille.errors import InputError
@@ -37,6 +37,7 @@ class Description:
     Attributes:
         positions: the length of the longest sequence. llama.cpp ignores the attention windows of some
             families. For these, the smallest window is the longest sequence that gives the same results.
+        names: the name in a GGUF file of each tensor, by canonical name.
         rope_theta: the base of the rotary frequencies.
         rope_factor_E: a divisor for each rotary frequency (the tensor `ROPE_FACTORS`), float32, or None.
         rope_linear: the factor of linear scaling, by which all rotary frequencies are divided.
@@ -45,6 +46,7 @@ class Description:
     arch: MODEL_ARCH
     decoder: Architecture
     config: Mapping[str, Any]
+    names: Mapping[str, str]
     positions: int
     rope_theta: float
     rope_factor_E: NDArray[np.float32] | None
@@ -133,11 +135,22 @@ def describe(config: Mapping[str, Any]) -> Description:
         arch=ARCHITECTURES[family],
         decoder=decoder,
         config=config,
+        names=_names(family, config),
         positions=positions,
         rope_theta=theta,
         rope_linear=linear,
         rope_factor_E=factor_E,
     )
+
+
+def _names(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
+    known, found = get_tensor_name_map(ARCHITECTURES[family], shape_of(config).layers), {}
+    for name in expected_tensors(config):
+        stored = known.get_name(name, try_suffixes=(".weight", ".bias"))
+        if stored is None:
+            raise InputError(f"llama.cpp knows no tensor {name}. Export the model for transformers.")
+        found[name] = stored
+    return found
 
 
 def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:

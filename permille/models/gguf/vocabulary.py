@@ -11,6 +11,7 @@ Normalization (NFC) is dropped. llama.cpp has no such step, and most text is NFC
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,22 @@ from gguf import GGUFWriter, TokenType
 
 from permille.errors import InputError, PackageError
 from permille.models.gguf.tokenizer import DIGITS, GPT2, MOST_LETTERS, SPACE, SPLITS
-from permille.package.reader import Package
-from permille.tokenizer_files import TokenizerFiles, ends_of_turn, read_object
+from permille.tokenizer_files import ReadFile, TokenizerFiles, ends_of_turn, read_object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRules:
+    """The rules of a prompt, for programs that prompt the model themselves.
+
+    Attributes:
+        special: texts of special tokens by llama.cpp's names: bos, eos, eot.
+        add_bos: whether llama.cpp adds the token bos to every text.
+        chat_template: the Jinja template, or None if the model has none.
+    """
+
+    special: Mapping[str, str]
+    add_bos: bool
+    chat_template: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +64,12 @@ class Vocabulary:
     add_eos: bool
     chat_template: str | None
 
+    @property
+    def prompt(self) -> PromptRules:
+        """Return the rules of a prompt."""
+        special = {name: self.tokens[token] for name, token in self.special.items()}
+        return PromptRules(special=special, add_bos=self.add_bos, chat_template=self.chat_template)
+
     def write(self, writer: GGUFWriter) -> None:
         """Write the keys of the tokenizer."""
         writer.add_tokenizer_model("llama" if self.cut is None else "gpt2")
@@ -68,36 +89,53 @@ class Vocabulary:
             writer.add_chat_template(self.chat_template)
 
 
-def vocabulary_of(package: Package, rows: int) -> Vocabulary:
-    """Read the tokenizer of a package that has one.
+def vocabulary_of(read: ReadFile, rows: int) -> Vocabulary:
+    """Translate the tokenizer of a package or a model folder.
 
     Args:
+        read: reads a file by its name.
         rows: the number of rows of the embedding. If a row has no token, it gets a placeholder.
 
     Raises:
         InputError: the tokenizer is malformed, or llama.cpp would give other tokens.
     """
+    with _known_form():
+        return _read(read, rows)
+
+
+def token_ids(read: ReadFile) -> dict[str, int]:
+    """Return the id of each token of a `tokenizer.json`.
+
+    Raises:
+        InputError: the file is malformed.
+    """
+    with _known_form():
+        return _ids(read_object(read("tokenizer.json")))
+
+
+@contextmanager
+def _known_form() -> Iterator[None]:
     try:
-        return _read(package, rows)
+        yield
     except (PackageError, KeyError, TypeError, AttributeError, IndexError) as exc:
         raise InputError(f"The tokenizer.json is of an unknown form: {exc!r:.200}") from exc
 
 
-def _read(package: Package, rows: int) -> Vocabulary:
-    named = package.manifest.files()
+def _ids(document: Mapping[str, Any]) -> dict[str, int]:
+    added = document.get("added_tokens") or []
+    return {**document["model"]["vocab"], **{token["content"]: token["id"] for token in added}}
 
-    def read(name: str) -> bytes | None:
-        return package.file(name) if name in named else None
 
+def _read(read: ReadFile, rows: int) -> Vocabulary:
     files = TokenizerFiles.read(read)
-    document = read_object(package.file("tokenizer.json"))
+    document = read_object(read("tokenizer.json"))
     model, added = document["model"], document.get("added_tokens") or []
     if model.get("type", "BPE") != "BPE" or model.get("dropout") or model.get("end_of_word_suffix"):
         raise InputError(
             f"GGUF needs a tokenizer of byte pair encoding, and this one is {model.get('type')!r:.60}. "
             "Export the package for transformers."
         )
-    ids: dict[str, int] = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
+    ids = _ids(document)
     if not ids or max(ids.values()) >= rows:
         raise InputError(
             f"The tokenizer needs ids from 0 to {rows - 1}, the rows of the embedding, and its largest is "
@@ -228,7 +266,8 @@ def _scores(pairs: list[tuple[str, ...]], ids: Mapping[str, int], rows: int) -> 
 def _not_by_scores(token: str) -> InputError:
     return InputError(
         f"llama.cpp would cut a text into other tokens: it merges by sentencepiece's scores, and the list of "
-        f"merges differs from them at {token!r:.60}. Export the package for transformers."
+        f"merges differs from them at {token!r:.60}. If the model came as a GGUF file, name that file with "
+        "--like. Otherwise, export the package for transformers."
     )
 
 
