@@ -53,6 +53,16 @@ def modern_folder(folder: Path, root: Path) -> Path:
     return made_once(root / FOLDERS / digest, convert)
 
 
+def add_tokenizer(folder: Path) -> None:
+    """Make the `tokenizer.json` of a folder that has only a slow tokenizer.
+
+    Raises:
+        InputError: the tokenizer cannot be converted.
+    """
+    if not (folder / "tokenizer.json").exists():
+        _convert(folder, folder, [])
+
+
 def pickled_weights(folder: Path) -> list[str]:
     """Return the names of pickled weights. If there are safetensors, return none."""
     # Many repositories hold both, and safetensors cannot contain code.

@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import shlex
 import shutil
 import signal
 import sqlite3
@@ -22,7 +24,9 @@ EXAMPLES = ROOT / "examples"
 NOTES = EXAMPLES / "gardener" / "notes.txt"
 CORPUS = EXAMPLES / "corpus.jsonl.gz"
 COMMAND = (sys.executable, "-m", "permille_service.cli.main", "personalise")
-FAILED, USAGE, REFUSED, INTERRUPTED = 1, 2, 3, 130
+FAILED, USAGE, REFUSED, NOT_WRITTEN, INTERRUPTED = 1, 2, 3, 8, 130
+LARGEST_FILE = 600_000
+"""More than training writes into a file, and less than the exported model has."""
 WAIT_S = 300.0
 
 
@@ -243,3 +247,33 @@ def test_too_little_text_is_refused_and_the_package_is_kept(
     refused = _run(other)
     assert refused.returncode == REFUSED
     assert "of another model, corpus, density or scheme" in " ".join(refused.stderr.split())
+
+
+@pytest.mark.timeout(600)
+def test_a_model_that_cannot_be_written_is_kept_and_written_by_the_command_that_is_named(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(whole[0] / "whole", tmp_path / "full")
+    options = _options(tmp_path, "full")
+    options[options.index("40")] = "1"
+    done = subprocess.run(
+        options,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+        # The disk refuses the model as a full disk does.
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE)),
+    )
+    assert done.returncode == NOT_WRITTEN, done.stdout + done.stderr
+    said = " ".join(done.stderr.split())
+    assert f"trained and kept, but {tmp_path / 'full.gguf'} was not written: The disk refused" in said
+    assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".full*"))
+    commands = [part.split(" Or for ")[0] for part in said.split("permille-agent ")[1:]]
+    assert len(commands) == 2
+    for line in commands:
+        subprocess.run(
+            [sys.executable, "-m", "permille_agent", *shlex.split(line)], check=True, timeout=WAIT_S
+        )
+    assert (tmp_path / "full-transformers/model.safetensors").is_file()
+    assert (tmp_path / "full-gguf/model.gguf").is_file()

@@ -7,6 +7,7 @@
 4  the named object does not exist
 5  the service is busy or cannot be reached; try again later
 6  no access: the token is missing or wrong, or its role does not suffice
+8  the personal model is trained, but could not be written
 130  interrupted
 """
 
@@ -23,6 +24,7 @@ class Exit(IntEnum):
     NOT_FOUND = 4
     RETRY = 5
     ACCESS = 6
+    NOT_WRITTEN = 8
     INTERRUPTED = 130
 
 

@@ -29,7 +29,7 @@ from permille_service.rollouts.command import groups, rollouts, webhooks
 
 EXIT_HELP = (
     "Exit codes: 0 done; 1 the job or the service failed; 2 wrong usage; 3 input refused; 4 not found; "
-    "5 try again later; 6 no access; 130 interrupted."
+    "5 try again later; 6 no access; 8 trained, but not written; 130 interrupted."
 )
 
 app = typer.Typer(

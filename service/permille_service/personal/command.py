@@ -18,7 +18,8 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -160,6 +161,7 @@ def personalise(
     _check(text, out, corpus, folder_of_work)
     _check_numbers(density, minutes, steps, rate_scale, keep_general)
     scheme = _scheme(model, scheme)
+    _check_form(model, out)
     chosen = [
         ("--minutes", minutes),
         ("--steps", steps),
@@ -192,7 +194,8 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
         quiet: hide the progress.
 
     Raises:
-        CommandError: a stage failed, or training did not improve on the base model.
+        CommandError: a stage failed, or training did not improve on the base model. If the export failed, the
+            personal model is kept, and the message has commands that write it in another form.
     """
     programs = Programs(work=request.work, home=_home_of(request.texts))
     with _alone(request), _terminated_as_exit():
@@ -212,7 +215,12 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
                 "training on this text made. The result is that earlier model."
             )
         say(f"3. Writing {request.out}")
-        _export(request, programs, say)
+        try:
+            _export(request, programs, say)
+        except (CommandError, OSError) as exc:
+            if isinstance(exc, CommandError) and exc.code is Exit.INTERRUPTED:
+                raise
+            raise CommandError(_not_written(request, programs.device, exc), Exit.NOT_WRITTEN) from exc
         answer = {"is_new": is_new, **_result(status)}
         page = programs.agent("show", answer["run"])["page"]
     for line in _summary(answer):
@@ -329,6 +337,51 @@ def _check_numbers(
         raise CommandError(f"--steps must be 1 to {MOST_STEPS:,}, got {steps}.", Exit.USAGE)
     if keep_general is not None and not 0 <= keep_general <= MOST_NATS:
         raise CommandError(f"--keep-general must be 0 to {MOST_NATS}, got {keep_general}.", Exit.USAGE)
+
+
+def _check_form(model: Path, out: Path) -> None:
+    """Check that the model can be written in the form of `out`, before the long work starts.
+
+    Raises:
+        CommandError: llama.cpp does not support the model, and `out` is a GGUF file.
+        InputError: the model cannot be read.
+    """
+    if out.suffix != ".gguf":
+        return  # every model can be written for transformers
+    from permille.models.families import shape_of
+    from permille.models.gguf.config import read_model
+    from permille.models.gguf.description import describe
+    from permille.models.gguf.file import GgufFile
+    from permille.models.gguf.vocabulary import vocabulary_of
+
+    if model.is_file():
+        config, files = read_model(GgufFile(model)).config, None
+    else:
+        config, files = _texts_of(model)
+    try:
+        describe(config)
+        if files is not None:  # an export takes the tokenizer of a GGUF file as it is
+            vocabulary_of(files.get, shape_of(config).vocabulary)
+    except InputError as exc:
+        raise CommandError(
+            f"{model.name} cannot be written as a GGUF file, but as a folder: name one with --out. The "
+            f"reason: {exc}",
+            Exit.REFUSED,
+        ) from exc
+
+
+def _texts_of(folder: Path) -> tuple[Mapping[str, Any], dict[str, bytes]]:
+    """Read the config and the text files of a model folder. Raises InputError."""
+    from permille.models.checkpoint import TEXT_FILES, read_config
+    from permille.models.conversion import add_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix="permille-") as temporary:
+        copy = Path(temporary)
+        for name in TEXT_FILES:
+            if (folder / name).is_file():  # in a cache of the hub, it is a link out of the folder
+                shutil.copyfile(folder / name, copy / name)
+        add_tokenizer(copy)
+        return read_config(copy), {path.name: path.read_bytes() for path in copy.iterdir()}
 
 
 def _scheme(model: Path, asked: BaseScheme | None) -> BaseScheme:
@@ -569,32 +622,56 @@ def _export(request: Request, programs: Programs, say: Callable[[str], None]) ->
     The GGUF file gets its final name when it is complete, so a killed export leaves no partial file
     under that name. A package with the scheme `source` keeps the codes of the model's GGUF file. If these
     codes are too coarse for the personal change, the new file gets codes of eight bits (Q8_0).
+
+    Raises:
+        CommandError: the agent refused the export, or failed.
+        OSError: the file cannot be moved to its place.
     """
     if request.out.suffix != ".gguf":
         programs.agent("export", str(request.out))
         return
     folder = request.work / "export"
     shutil.rmtree(folder, ignore_errors=True)
+    export = ("export", str(folder), "--format", "gguf", *_like(request))
     try:
-        programs.agent("export", str(folder), "--format", "gguf")
+        programs.agent(*export)
     except CommandError as exc:
         # The exit code is the same for all refusals, so only the message shows this error.
         if "personal change" not in str(exc):
             raise
         say("   The change is too small for the file's own codes: writing Q8_0.")
-        programs.agent("export", str(folder), "--format", "gguf", "--type", "q8_0")
+        programs.agent(*export, "--type", "q8_0")
     (file,) = folder.glob("*.gguf")
     # Move the file into the folder of the result first. A rename across file systems would not be atomic.
     partial = request.out.with_name(f".{request.out.name}.partial")
-    shutil.move(file, partial)
-    partial.chmod(0o600)  # it can reveal what the person wrote
-    modelfile = _modelfile(request.out)
-    if not modelfile.exists():  # the person may have changed the Modelfile of an earlier export
-        text = (folder / "Modelfile").read_text(encoding="utf-8")
-        text = text.replace(f"FROM ./{file.name}\n", f"FROM ./{request.out.name}\n", 1)
-        write_atomic(modelfile, text.encode(), mode=0o600)
-    partial.replace(request.out)
-    shutil.rmtree(folder)
+    try:
+        shutil.move(file, partial)
+        partial.chmod(0o600)  # it can reveal what the person wrote
+        modelfile = _modelfile(request.out)
+        if not modelfile.exists():  # the person may have changed the Modelfile of an earlier export
+            text = (folder / "Modelfile").read_text(encoding="utf-8")
+            text = text.replace(f"FROM ./{file.name}\n", f"FROM ./{request.out.name}\n", 1)
+            write_atomic(modelfile, text.encode(), mode=0o600)
+        partial.replace(request.out)
+    finally:
+        partial.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _like(request: Request) -> tuple[str, ...]:
+    """Return the option of an export to GGUF that names the model's own GGUF file, if it has one."""
+    return ("--like", str(request.model)) if request.model.is_file() else ()
+
+
+def _not_written(request: Request, device: Path, error: Exception) -> str:
+    """Return the message for an export that failed, with commands that write the model in other forms."""
+    beside, reason = str(request.out.with_suffix("")), f"{error!s:.500}".rstrip(".")
+    gguf = ("export", f"{beside}-gguf", "--format", "gguf", "--type", "f32", *_like(request))
+    return (
+        f"The personal model is trained and kept, but {request.out} was not written: {reason}. Write "
+        f"it for transformers: {agent_line(device, shlex.join(('export', f'{beside}-transformers')))} Or for "
+        f"llama.cpp, in float32: {agent_line(device, shlex.join(gguf))}"
+    )
 
 
 def _modelfile(out: Path) -> Path:

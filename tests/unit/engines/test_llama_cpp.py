@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader, GGUFValueType
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +27,7 @@ from tests.unit.engines.gguf_packages import (
     sentencepiece_tokenizer,
 )
 from tests.unit.engines.tiny import POSITIONS, variants
+from tests.unit.models.gguf_files import packed, rewritten, written
 
 IDS_T = np.random.default_rng(0).integers(3, 320, 40)
 # llama.cpp's GELU uses a float16 table. For GPT-NeoX, it uses the tanh form, too.
@@ -119,3 +121,29 @@ def test_the_guides_python_block_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     (block,) = re.findall(r"```python\n(import xllamacpp\n.*?)```", page, flags=re.S)
     exec(block.replace("mine-gguf", str(tmp_path / "mine-gguf")), {})
     assert capsys.readouterr().out.strip()
+
+
+def test_a_tokenizer_of_another_file_reads_text_as_that_file_does(tmp_path: Path) -> None:
+    # Tokens with equal scores, as Gemma's line breaks: `tokenizer.json` cannot hold their order.
+    first = exported_package(tmp_path / "blobs", "gemma", tokenizer=sentencepiece_tokenizer())
+    scores = ([-1000.0] * VOCABULARY, GGUFValueType.ARRAY, GGUFValueType.FLOAT32)
+    file = rewritten(
+        GGUFReader(written(first, tmp_path / "first")),
+        tmp_path / "source.gguf",
+        {},
+        {"tokenizer.ggml.scores": scores},
+    )
+    package = packed(file, tmp_path / "package")
+    values_K = variants(package, 2, scale=0.2)[1]
+    export_gguf(package, values_K, tmp_path / "out", kind="f32", like=file)
+    with (
+        LlamaCpp(file, context=POSITIONS) as theirs,
+        LlamaCpp(tmp_path / "out" / GGUF_FILE, context=POSITIONS) as ours,
+    ):
+        for text in TEXTS:
+            assert ours.tokens(text) == theirs.tokens(text)
+        ids_T = np.array(ours.tokens(TEXTS[0])[:8])
+        engine = open_engine(package, LIGHT, threads=1)
+        own = engine.generate(values_K, ids_T, TokenSampling(max_new_tokens=32))
+        assert ours.greedy(ids_T, 32) == list(own)
+        assert ours.greedy(ids_T, 32) != theirs.greedy(ids_T, 32)

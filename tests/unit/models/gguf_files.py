@@ -9,8 +9,12 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quantize
 
 from permille.engines.gguf.export import export_gguf
 from permille.models.checkpoint import Checkpoint
+from permille.models.families import scoped_tensors
 from permille.models.gguf.folder import convert
+from permille.package.blobs import BlobFolder
+from permille.package.build import ChosenMask, pack_model
 from permille.package.reader import Package
+from permille.quantization.types import Scheme
 from tests.unit.engines.gguf_packages import exported_package
 
 
@@ -39,6 +43,20 @@ def coded(path: Path, target: Path, kinds: Sequence[str]) -> Path:
     return rewritten(reader, target, tensors)
 
 
+def packed(path: Path, folder: Path) -> Package:
+    """Convert a file, and pack the model with a mask of every eleventh weight."""
+    folder.mkdir()
+    checkpoint = converted(path, folder / "model")
+    indices = {
+        name: np.arange(0, rows * columns, 11, dtype=np.uint32)
+        for name, (rows, columns) in scoped_tensors(checkpoint.config)
+    }
+    blobs = BlobFolder(folder / "blobs")
+    blobs.root.mkdir()
+    mask = ChosenMask(indices=indices, method="random", density=1 / 11)
+    return Package.open(blobs, pack_model(blobs, checkpoint, mask, Scheme.INT8))
+
+
 def converted(path: Path, folder: Path) -> Checkpoint:
     folder.mkdir()
     convert(path, folder)
@@ -51,10 +69,14 @@ def rewritten(
     tensors: dict[str, tuple[Any, GGMLQuantizationType]],
     keys: dict[str, Any] | None = None,
 ) -> Path:
-    """Write the file again. Tensors and keys are added or replace those of the file."""
+    """Write the file again. Tensors and keys are added or replace those of the file.
+
+    A key's value may be a tuple: the value, its type, and for a list that of its items.
+    """
     own = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     own |= keys or {}
     writer = GGUFWriter(path, own.pop("general.architecture"))
+    writer.data_alignment = own.get("general.alignment", writer.data_alignment)
     for name, value in own.items():
         match value:
             case bool():
@@ -67,6 +89,8 @@ def rewritten(
                 writer.add_string(name, value)
             case list():
                 writer.add_array(name, value)
+            case tuple():
+                writer.add_key_value(name, *value)
     for tensor in reader.tensors:
         data, kind = tensors.get(tensor.name, (tensor.data, tensor.tensor_type))
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
