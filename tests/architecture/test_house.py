@@ -20,7 +20,7 @@ ROOMS = ("permille", "service", "workers", "edge_agent", "keeper", "lab")
 def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name("lint-imports")
     places = [folder, *(folder / room for room in ROOMS if room != "permille")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places)), "COLUMNS": "300"}
     return subprocess.run(
         [program, "--no-cache"], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
@@ -36,71 +36,84 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "contract"),
-    [
-        (
-            "service/permille_service/planted.py",
-            "import permille_workers",
-            "programs never import each other",
-        ),
-        ("permille/zo/planted.py", "import permille_agent", "the library knows no program"),
-        (
-            "edge_agent/permille_agent/planted.py",
-            "import permille.store",
-            "only service and workers reach the store",
-        ),
-        (
-            "edge_agent/permille_agent/planted.py",
-            "import sqlalchemy",
-            "only service and workers reach the store",
-        ),
-        ("service/permille_service/planted.py", "import torch", "the API process needs no torch"),
-        (
-            "service/permille_service/planted.py",
-            "import permille.sensitivity.fisher",
-            "the API process needs no torch",
-        ),
-        (
-            "workers/permille_workers/planted.py",
-            "import permille_lab.evaluate.cells",
-            "no program imports the lab",
-        ),
-        ("permille/zo/planted.py", "import permille_lab", "no program imports the lab"),
-        (
-            "lab/permille_lab/planted.py",
-            "import permille_agent.training.run",
-            "the lab uses public interfaces",
-        ),
-        ("permille/zo/planted.py", "import pydantic", "federation, privacy, zo and package stay light"),
-        (
-            "permille/models/planted.py",
-            "import permille.package.blobs",
-            "the library is layered: rounds over noise over logs over packages over models and schemes",
-        ),
-        ("permille/engines/light/planted.py", "import torch", "the light engine needs no torch"),
-        (
-            "keeper/permille_keeper/planted.py",
-            "import permille.engines.light.engine",
-            "a keeper needs rounds and noise, and nothing else of the product",
-        ),
-        ("permille/native/planted.py", "import transformers", "the light engine needs no torch"),
-        (
-            "edge_agent/permille_agent/planted.py",
-            "import torch",
-            "the agent reaches torch only through an engine",
-        ),
-    ],
-)
-def test_a_planted_violation_breaks_its_contract(copy: Path, file: str, line: str, contract: str) -> None:
-    planted = copy / file
-    planted.write_text(f"{line}\n")
-    try:
-        result = _lint_imports(copy)
-    finally:
-        planted.unlink()
+VIOLATIONS = [
+    (
+        "service/permille_service/planted.py",
+        "import permille_workers",
+        "programs never import each other",
+    ),
+    ("permille/zo/planted.py", "import permille_agent", "the library knows no program"),
+    (
+        "edge_agent/permille_agent/planted.py",
+        "import permille.store",
+        "only service and workers reach the store",
+    ),
+    (
+        "edge_agent/permille_agent/planted.py",
+        "import sqlalchemy",
+        "only service and workers reach the store",
+    ),
+    ("service/permille_service/planted.py", "import torch", "the API process needs no torch"),
+    (
+        "service/permille_service/planted.py",
+        "import permille.sensitivity.fisher",
+        "the API process needs no torch",
+    ),
+    (
+        "workers/permille_workers/planted.py",
+        "import permille_lab.evaluate.cells",
+        "no program imports the lab",
+    ),
+    ("permille/zo/planted.py", "import permille_lab", "no program imports the lab"),
+    (
+        "lab/permille_lab/planted.py",
+        "import permille_agent.training.run",
+        "the lab uses public interfaces",
+    ),
+    ("permille/zo/planted.py", "import pydantic", "federation, privacy, zo and package stay light"),
+    (
+        "permille/models/planted.py",
+        "import permille.package.blobs",
+        "the library is layered: rounds over noise over logs over packages over models and schemes",
+    ),
+    ("permille/engines/light/planted.py", "import torch", "the light engine needs no torch"),
+    (
+        "keeper/permille_keeper/planted.py",
+        "import permille.engines.light.engine",
+        "a keeper needs rounds and noise, and nothing else of the product",
+    ),
+    ("permille/native/planted.py", "import transformers", "the light engine needs no torch"),
+    (
+        "edge_agent/permille_agent/planted.py",
+        "import torch",
+        "the agent reaches torch only through an engine",
+    ),
+]
+"""Files, a line of each, and the contract that it breaks."""
+
+
+@pytest.fixture(scope="module")
+def report(copy: Path) -> str:
+    """The report on a house with all violations. No module imports another one that was planted."""
+    planted: dict[Path, list[str]] = {}
+    for file, line, _ in VIOLATIONS:
+        planted.setdefault(copy / file, []).append(line)
+    for path, lines in planted.items():
+        path.write_text("\n".join(lines) + "\n")
+    result = _lint_imports(copy)
+    for path in planted:
+        path.unlink()
     assert result.returncode != 0, result.stdout
-    assert f"{contract} BROKEN" in " ".join(result.stdout.split())
+    return result.stdout
+
+
+@pytest.mark.parametrize(("file", "line", "contract"), VIOLATIONS)
+def test_a_planted_violation_breaks_its_contract(report: str, file: str, line: str, contract: str) -> None:
+    assert f"{contract} BROKEN" in report
+    broken = report.partition("Broken contracts")[2]
+    chains = re.split(r"^-{3,}$", broken.partition(f"{contract}\n")[2], maxsplit=2, flags=re.MULTILINE)[1]
+    module = re.sub(r"^(?:service|workers|edge_agent|keeper|lab)/", "", file).removesuffix(".py")
+    assert f"{module.replace('/', '.')} -> {line.split()[1]} " in chains
 
 
 def test_the_unchanged_house_keeps_its_contracts(copy: Path) -> None:
