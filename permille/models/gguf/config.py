@@ -17,6 +17,7 @@ from permille.models.architecture import architecture_of
 from permille.models.descriptions import Family
 from permille.models.families import MOST_LAYERS, expected_tensors, shape_of
 from permille.models.gguf.file import OTHERWISE, GgufFile
+from permille.models.gguf.keys import check_keys
 from permille.models.rope import rope_of
 from permille.models.settings import HINT
 
@@ -41,6 +42,13 @@ ARCHITECTURES = {
 
 PATTERNS = {Family.GEMMA2: 2, Family.GEMMA3_TEXT: 6}
 """In llama.cpp, every n-th layer of these families has no window. The values are n."""
+
+# What llama.cpp takes if a file does not say.
+_WINDOWS = {Family.GEMMA2: 4096}
+_SOFTCAPS = {
+    (Family.GEMMA2, "attn_logit_softcapping"): 50.0,
+    (Family.GEMMA2, "final_logit_softcapping"): 30.0,
+}
 
 UNROTATED = 4
 """In llama.cpp, every n-th layer of a SmolLM3 has no rotation. The value is n."""
@@ -116,6 +124,7 @@ def read_model(file: GgufFile) -> GgufModel:
         raise file.refused(f"holds a model of architecture {arch!r:.60}; supported are {known}. {OTHERWISE}")
     if int(_number(file, f"{arch}.expert_count", 0)):
         raise file.refused("holds a mixture of experts, which is not supported")
+    check_keys(file, arch, family)
     config = _config(file, arch, family)
     try:
         architecture_of(config)  # refuse here what an engine would refuse after a long build
@@ -248,25 +257,34 @@ def _config(file: GgufFile, arch: str, family: Family) -> dict[str, Any]:
         ]
         config |= {
             "query_pre_attn_scalar": width,
-            "sliding_window": whole("attention.sliding_window", 4096),
+            # Without this key, llama.cpp gives no layer of a Gemma 3 a window.
+            "sliding_window": whole("attention.sliding_window", _WINDOWS.get(family)),
             "layer_types": kinds,
         }
-        for key, name in (("attn", "attn_logit_softcapping"), ("final", "final_logit_softcapping")):
-            cap = file.metadata.get(f"{arch}.{key}_logit_softcapping")
-            config[name] = None if cap is None else _positive(file, f"{arch}.{name}")
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            key, default = f"{arch}.{name}", _SOFTCAPS.get((family, name), 0.0)
+            # 0 means no cap, but llama.cpp divides by the caps of a Gemma 2.
+            capped = default or _number(file, key, default)
+            config[name] = _positive(file, key, default) if capped else None
     return config
 
 
 def _rope(file: GgufFile, arch: str, family: Family, head: int, positions: int) -> dict[str, Any]:
     theta = _positive(file, f"{arch}.rope.freq_base", 10_000.0)
-    kind = file.metadata.get(f"{arch}.rope.scaling.type", "none")
+    # A file need not name the type, and old files name the factor by another key.
+    kind = file.metadata.get(f"{arch}.rope.scaling.type", "linear")
+    keys = (f"{arch}.rope.scaling.factor", f"{arch}.rope.scale_linear")
+    key = next((key for key in keys if key in file.metadata), keys[0])
+    # llama.cpp takes 0 for no scaling.
+    scaled = kind == "linear" and _number(file, key, 0) != 0
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    if kind == "linear":
-        factor = _positive(file, f"{arch}.rope.scaling.factor")
+    if scaled and (factor := _positive(file, key)) != 1:
         found |= {"rope_type": "linear", "factor": factor}
-    elif kind != "none":
+    elif kind not in ("none", "linear"):
         raise file.refused(f"scales its positions by {kind!r:.40}, which is not supported. {OTHERWISE}")
     if ROPE_FACTORS in file.tensors:
+        if found["rope_type"] == "linear":
+            raise file.refused(f"scales its positions in two ways, which is not supported. {OTHERWISE}")
         found = _llama3(file, theta, head, positions)
     if family is Family.GEMMA3_TEXT:
         # This theta is fixed in the code of llama.cpp, so files do not state it.

@@ -169,6 +169,8 @@ def _check(decoder: Architecture, config: Mapping[str, Any]) -> None:
     )
     if decoder.activation not in expected:
         raise _unknown(f"activation {' or '.join(sorted(expected))}", decoder.activation)
+    if family is Family.GEMMA2 and None in (decoder.attention_softcap, decoder.final_softcap):
+        raise _unknown("soft caps of scores and logits in a Gemma 2", "none")
     if family in (Family.GEMMA, Family.GEMMA2) and not decoder.tied:
         raise _unknown("a tied head", "one of its own")
     if family is Family.OLMO2 and decoder.head * decoder.heads != shape_of(config).hidden:

@@ -185,6 +185,8 @@ def test_what_llama_cpp_computes_otherwise_is_refused_and_leaves_nothing(tmp_pat
         ("olmo2", {"attention_bias": True}, "no biases"),
         ("olmo2", {"head_dim": 8}, "heads that are as wide together"),
         ("gemma2", {"query_pre_attn_scalar": 64}, "scores scaled"),
+        ("gemma2", {"attn_logit_softcapping": None}, "soft caps"),
+        ("gemma2", {"final_logit_softcapping": None}, "soft caps"),
         ("qwen3", {"attention_bias": True}, "no biases"),
         ("llama", {"hidden_act": "gelu"}, "activation"),
         ("gpt_neox", {"attention_bias": False}, "biases of attention"),
