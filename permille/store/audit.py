@@ -2,9 +2,16 @@
 
 The digest of an entry covers the digest of the entry before it. So nobody can remove or change an entry
 without changing all later digests. Anyone who has written down a later digest can notice such a change.
+
+Entries are never deleted, so their size and their number in a day are limited. A large body is replaced by
+its digest.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -12,8 +19,15 @@ from sqlalchemy.orm import Session
 from permille.schemas.access import FIRST_DIGEST
 from permille.schemas.access import AuditEntry as Record
 from permille.store.database import now
+from permille.store.errors import QuotaError
 from permille.store.rows import Page, Window, fetch_page
 from permille.store.tables import AuditEntry, Tenant
+
+MAX_BODY_BYTES: Final = 16 << 10
+MAX_CHANGES_A_DAY: Final = 20_000
+"""Changes of one tenant within 24 hours. As many more are admitted if they only end or remove something."""
+_ENDING: Final = frozenset(("apply", "cancel", "delete", "halt", "pause", "revert", "revoke", "stop", "yank"))
+_DAY: Final = timedelta(hours=24)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,23 +48,48 @@ class Change:
 
 
 def append(session: Session, *, tenant_id: str, change: Change) -> None:
-    """Add an entry to a tenant's log. Concurrent writers wait for the lock on the tenant's row."""
+    """Add an entry to a tenant's log. Concurrent writers wait for the lock on the tenant's row.
+
+    Raises:
+        QuotaError: the tenant has made too many changes within 24 hours.
+    """
     session.execute(select(Tenant.id).where(Tenant.id == tenant_id).with_for_update(key_share=True))
     # The lock above ensures that nobody adds an entry between this read and our insert.
     newest = select(AuditEntry).where(AuditEntry.tenant_id == tenant_id).order_by(AuditEntry.seq.desc())
     last = session.scalar(newest.limit(1))
+    seq, at = 1 if last is None else last.seq + 1, now(session)
+    _check_quota(session, tenant_id, seq, change.action, at)
     row = AuditEntry(
         tenant_id=tenant_id,
-        seq=1 if last is None else last.seq + 1,
-        created_at=now(session),
+        seq=seq,
+        created_at=at,
         token_id=change.token_id,
         action=change.action,
         subject=change.subject,
-        request=change.request,
+        request=_bounded(change.request),
         digest=FIRST_DIGEST,
     )
     row.digest = present(row).digest_after(FIRST_DIGEST if last is None else last.digest)
     session.add(row)
+
+
+def _check_quota(session: Session, tenant_id: str, seq: int, action: str, at: datetime) -> None:
+    # An operator whose token was stolen must still be able to revoke it.
+    most = MAX_CHANGES_A_DAY * (2 if action.partition("_")[0] in _ENDING else 1)
+    entry = session.get(AuditEntry, (tenant_id, seq - most))
+    if entry is not None and entry.created_at > at - _DAY:
+        wait_s = int((entry.created_at + _DAY - at).total_seconds()) + 1
+        raise QuotaError(f"This tenant has made {most} changes within 24 hours.", retry_after_s=wait_s)
+
+
+def _bounded(request: dict[str, object] | None) -> dict[str, object] | None:
+    """Return a body, or its digest and size if it is large."""
+    if request is None:
+        return None
+    data = json.dumps(request, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(data) <= MAX_BODY_BYTES:
+        return request
+    return {"digest": f"sha256:{hashlib.sha256(data).hexdigest()}", "size_bytes": len(data)}
 
 
 def entries_after(session: Session, *, tenant_id: str, seq: int, limit: int) -> list[Record]:

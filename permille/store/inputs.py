@@ -30,6 +30,8 @@ from permille.store.tables import Artifact, ArtifactSource, Corpus, Job, Model
 
 # The folder of sparse models, below a tenant's model root.
 SPARSIFIED: Final = "sparsified"
+# The config of a model may have 64 KiB.
+MAX_INPUTS: Final = 5000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +132,9 @@ def check_name(session: Session, table: type[Model] | type[Corpus], tenant_id: s
     """Check that no other input of the same table has this name, since commands refer to inputs by name.
 
     Raises:
-        ConflictError: the name is taken.
+        ConflictError: the name is taken, or the tenant has too many inputs.
     """
+    rows.check_room(session, table, tenant_id=tenant_id, most=MAX_INPUTS)
     query = select(table.id).where(table.tenant_id == tenant_id, table.name == name)
     if (found := session.scalar(query)) is not None:
         raise ConflictError(

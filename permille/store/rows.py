@@ -10,11 +10,11 @@ from datetime import datetime
 from functools import cache
 from typing import Generic, TypeVar
 
-from sqlalchemy import Select, bindparam, or_, select
+from sqlalchemy import Select, bindparam, func, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from permille.errors import InputError
-from permille.store.errors import require
+from permille.store.errors import ConflictError, require
 from permille.store.tables import EPOCH, MICROSECOND, Base, Named, microseconds_of
 
 Row = TypeVar("Row")
@@ -64,6 +64,15 @@ def add(session: Session, row: NewRow) -> NewRow:
     session.add(row)
     session.flush()
     return row
+
+
+def check_room(session: Session, table: type[Named], *, tenant_id: str, most: int) -> None:
+    """Check that a tenant has fewer than `most` rows of a table. Raises ConflictError."""
+    count = session.scalar(select(func.count()).where(table.tenant_id == tenant_id)) or 0
+    if count >= most:
+        raise ConflictError(
+            f"The tenant has {count} of {most} possible {table.__tablename__.replace('_', ' ')}. Delete one."
+        )
 
 
 def lock(

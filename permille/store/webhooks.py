@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
-from sqlalchemy import delete, func, or_, select
+from sqlalchemy import delete, or_, select
 from sqlalchemy.orm import Session
 
 from permille.schemas.webhooks import EventType
 from permille.store import rows
 from permille.store.database import now
-from permille.store.errors import ConflictError
 from permille.store.ids import Prefix, new_id
 from permille.store.tables import Webhook, WebhookDelivery
 
@@ -52,9 +51,7 @@ class Message:
 
 def create(session: Session, *, tenant_id: str, url: str) -> Webhook:
     """Add a webhook with a new secret. Raises ConflictError if the tenant has too many."""
-    count = session.scalar(select(func.count()).where(Webhook.tenant_id == tenant_id)) or 0
-    if count >= MAX_WEBHOOKS:
-        raise ConflictError(f"There are {count} webhooks, as many as a tenant may have. Delete one.")
+    rows.check_room(session, Webhook, tenant_id=tenant_id, most=MAX_WEBHOOKS)
     return rows.add(
         session,
         Webhook(

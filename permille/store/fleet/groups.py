@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -15,6 +15,8 @@ from permille.store.errors import ConflictError
 from permille.store.fleet.versions import active
 from permille.store.ids import Prefix, new_id
 from permille.store.tables import Device, DeviceGroup, Rollout
+
+MAX_GROUPS: Final = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +32,10 @@ def create(session: Session, *, tenant_id: str, name: str, rule: GroupRule) -> D
     """Add a group.
 
     Raises:
-        ConflictError: the name is taken.
+        ConflictError: the name is taken, or the tenant has too many groups.
         NotFoundError: the rule names an unknown device.
     """
+    rows.check_room(session, DeviceGroup, tenant_id=tenant_id, most=MAX_GROUPS)
     taken = select(DeviceGroup.id).where(DeviceGroup.tenant_id == tenant_id, DeviceGroup.name == name)
     if session.scalar(taken) is not None:
         raise ConflictError(f"There is a group {name!r} already. Choose another name.")

@@ -4,15 +4,18 @@ import hashlib
 import hmac
 import json
 import socket
+import ssl
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.client import BadStatusLine
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Event, Thread
 from typing import Any
 
 import pytest
 
+from permille.addresses import is_public
 from permille.schemas.webhooks import EventType
 from permille.store import rows, webhooks
 from permille.store.database import Database, now
@@ -134,7 +137,7 @@ def test_a_webhook_does_not_reach_private_addresses(db: Database, tenant_id: str
         assert send(db, allow_private=False) == 1
         assert came == []
     failure = delivery(db, tenant_id, webhook_id).failure or ""
-    assert "which is not public. Set PERMILLE_WEBHOOK_PRIVATE=true" in failure
+    assert "has no public address. Set PERMILLE_WEBHOOK_PRIVATE=true" in failure
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, name: str, *addresses: str) -> None:
@@ -178,7 +181,68 @@ def test_no_address_of_a_name_is_reached_unchecked(
     tell(db, tenant_id)
     assert send(db, allow_private=False) == 1
     assert tried == ["93.184.215.14", "2606:2800:21f:cb07::1"]
-    assert delivery(db, tenant_id, webhook_id).failure == "ConnectionRefusedError: refused"
+    assert delivery(db, tenant_id, webhook_id).failure == "the receiver refused the connection"
+
+
+@pytest.mark.attack(18, "a webhook to an address that a library takes for public")
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("0.0.0.0", "10.1.2.3", "100.100.100.200", "127.9.9.9", "168.63.129.16", "169.254.169.254"),
+        *("172.31.0.1", "192.0.0.192", "192.88.99.1", "192.168.1.1", "198.19.0.1", "224.0.0.1", "240.0.0.1"),
+        *(
+            "255.255.255.255",
+            "::",
+            "::1",
+            "::7f00:1",
+            "::ffff:10.0.0.1",
+            "::ffff:0:10.0.0.1",
+            "64:ff9b::a00:1",
+        ),
+        *("64:ff9b:1::a00:1", "100::1", "2001::1", "2001:db8::1", "2002:a00:1::1", "3fff::1", "5f00::1"),
+        *("fc00::1", "fd00:ec2::254", "fe80::1", "fe80::1%eth0", "fec0::1", "ff02::1"),
+    ],
+)
+def test_an_address_of_a_special_network_is_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "93.184.215.14", "::ffff:8.8.8.8", "2606:2800:21f:cb07::1"])
+def test_an_address_of_the_internet_is_public(address: str) -> None:
+    assert is_public(address)
+
+
+@pytest.mark.attack(18, "the failures of a webhook draw a map of the operator's network for viewers")
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (ConnectionRefusedError(111, "refused by 10.0.0.7"), "the receiver refused the connection"),
+        (TimeoutError("10.0.0.7 timed out"), "the receiver did not answer in time"),
+        (OSError(113, "No route to host 10.0.0.7"), "the connection failed"),
+        (socket.gaierror(-2, "dns 10.0.0.53 says no"), "the host name has no address"),
+        (ssl.SSLError("certificate of gateway.internal"), "the TLS connection failed"),
+        (BadStatusLine("SSH-2.0 internal"), "the answer was no HTTP"),
+        (ValueError("10.0.0.7"), "the URL cannot be used"),
+    ],
+)
+def test_only_the_log_has_the_addresses_of_a_failure(
+    db: Database,
+    tenant_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failure: Exception,
+    words: str,
+) -> None:
+    def fail(*_: object) -> socket.socket:
+        raise failure
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    webhook_id, _ = add(db, tenant_id, "http://127.0.0.1:1/")
+    tell(db, tenant_id)
+    with caplog.at_level("INFO"):
+        send(db)
+    assert delivery(db, tenant_id, webhook_id).failure == words
+    assert str(failure) in caplog.text
 
 
 def test_a_receiver_that_drips_its_answer_is_left(
@@ -241,5 +305,5 @@ def test_a_removed_webhook_takes_its_events_along(db: Database, tenant_id: str) 
 def test_a_tenant_has_a_limited_number_of_webhooks(db: Database, tenant_id: str) -> None:
     for number in range(webhooks.MAX_WEBHOOKS):
         add(db, tenant_id, f"http://127.0.0.1:1/{number}")
-    with pytest.raises(ConflictError, match="There are 20 webhooks"):
+    with pytest.raises(ConflictError, match="The tenant has 20 of 20 possible webhooks"):
         add(db, tenant_id, "http://127.0.0.1:1/")

@@ -8,7 +8,7 @@ status of an answer.
 
 import hashlib
 import hmac
-import ipaddress
+import logging
 import socket
 import ssl
 from base64 import b64decode, b64encode
@@ -19,12 +19,14 @@ from threading import Timer
 from typing import Final
 from urllib.parse import urlsplit
 
+from permille.addresses import is_public
 from permille.errors import InputError
 from permille.store import webhooks
 from permille.store.database import Database, now
 from permille.store.webhooks import SECRET_PREFIX, Message
 from permille.version import __version__
 
+_log = logging.getLogger(__name__)
 TIMEOUT_S: Final = 10.0
 _MOST_ADDRESSES: Final = 4
 """Number of addresses of a name that are tried. They share the time to connect."""
@@ -81,8 +83,30 @@ def post(message: Message, at: datetime, *, allow_private: bool) -> str | None:
             hang_up.cancel()
             connection.close()
     except (OSError, HTTPException, ValueError, InputError) as exc:
-        return f"{type(exc).__name__}: {exc}"
+        # Every viewer of the tenant reads the answer, so only the log has addresses.
+        _log.info("cannot send %s: %s: %s", message.id, type(exc).__name__, exc)
+        return _reason(exc)
     return None if 200 <= status < 300 else f"the answer was {status}"
+
+
+def _reason(exc: Exception) -> str:
+    """Describe a failure without an address of the network."""
+    match exc:
+        case InputError():
+            return str(exc)
+        case socket.gaierror():
+            return "the host name has no address"
+        case ssl.SSLError():
+            return "the TLS connection failed"
+        case TimeoutError():
+            return "the receiver did not answer in time"
+        case ConnectionRefusedError():
+            return "the receiver refused the connection"
+        case OSError():
+            return "the connection failed"
+        case HTTPException():
+            return "the answer was no HTTP"
+    return "the URL cannot be used"
 
 
 def _connect(address: str, *, allow_private: bool) -> HTTPConnection:
@@ -120,11 +144,8 @@ def _connect(address: str, *, allow_private: bool) -> HTTPConnection:
 
 def _check_public(host: str, address: str, *, allow_private: bool) -> None:
     """Raise InputError if an address is not public, unless private ones are allowed."""
-    parsed = ipaddress.ip_address(address)
-    # An IPv4-mapped IPv6 address reaches the host of the IPv4 address that it contains.
-    parsed = getattr(parsed, "ipv4_mapped", None) or parsed
-    if not (allow_private or parsed.is_global):
+    if not (allow_private or is_public(address)):
+        _log.info("%s has the address %s, which is not public", host, address)
         raise InputError(
-            f"{host} has the address {address}, which is not public. Set PERMILLE_WEBHOOK_PRIVATE=true on "
-            "the workers to allow this."
+            f"{host} has no public address. Set PERMILLE_WEBHOOK_PRIVATE=true on the workers to allow this."
         )
