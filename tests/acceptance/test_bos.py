@@ -69,6 +69,7 @@ def test_a_personal_model_is_judged_and_exported_as_programs_run_it(
     personal = permille.Personalizer(package, tmp_path / "home", threads=1)
     result = personal.fit(NOTES.read_text(encoding="utf-8").split("\n\n"), steps=20)
     assert result.outcome is Outcome.ADOPTED
+    assert result.decision is not None and "begins with BOS" in result.decision.rows
 
     tokenizer = package_tokenizer(package)
     with LlamaCpp(personal.export("gguf", tmp_path / "gguf") / GGUF_FILE, context=256) as peer:

@@ -334,6 +334,7 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
     if decision.against_active is not None:
         active = "the pooled model" if decision.pooled else "the active model"
         table.add_row(f"against {active}", str(decision.against_active))
+    table.add_row("measured on", decision.rows)
     if decision.general is not None:
         table.add_row("general loss", str(decision.general))
     elif decision.against_base is not None:

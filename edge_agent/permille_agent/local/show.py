@@ -84,6 +84,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         no_samples=no_samples,
         text=end.data.summary(),
         tokens=_parts(metrics.train_tokens, metrics.select_tokens, metrics.test_tokens),
+        rows=decision.rows if decision else "",
         work=f"{metrics.steps} steps{_of_what(home, folder)}, {metrics.seconds:.0f} s, "
         f"{metrics.peak_rss_bytes >> 20} MiB at most",
         learn=folder.require("run", BegunRun).definition.options.learn.value,

@@ -29,14 +29,15 @@ from permille_agent.text.tokens import TokenizedDocument
 class Row:
     """Up to T tokens without padding.
 
-    `document_T` has the index of each token's document. `breaks` are the positions where another sequence of
-    the row begins.
+    `document_T` has the index of each token's document. `begun` is True if each sequence of the row begins
+    with BOS. `breaks` are the positions where another sequence of the row begins.
     """
 
     ids_T: NDArray[np.int64]
     target_T: NDArray[np.bool_]
     bytes_T: NDArray[np.int64]
     document_T: NDArray[np.int64]
+    begun: bool = False
     breaks: tuple[int, ...] = ()
 
 
@@ -101,7 +102,6 @@ def rows_in_groups(rows: Sequence[Row], tokens: int) -> list[Row]:
 def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list[Row]:
     """Pack the rows of `document_rows` into fewer rows, by best fit in decreasing length."""
     pieces = document_rows(documents, row_tokens)
-    apart = any(document.bos for document in documents)
     bins: list[list[Row]] = []
     bins_by_free: list[list[int]] = [[] for _ in range(row_tokens + 1)]
     # Place pieces by decreasing length. The index breaks ties, so the packing is always the same.
@@ -116,7 +116,7 @@ def packed_rows(documents: Sequence[TokenizedDocument], row_tokens: int) -> list
             place = bins_by_free[free].pop()
         bins[place].append(pieces[index])
         bins_by_free[free - length].append(place)
-    return [_joined(parts, apart) for parts in bins]
+    return [_joined(parts) for parts in bins]
 
 
 class TrainingBatches:
@@ -215,18 +215,21 @@ def _row(document: TokenizedDocument, index: int, context: int, first: int, last
     target_T[: len(bos_S) + first - context] = False
     target_T[:1] = False
     bytes_T = np.concatenate([nothing_S, document.bytes_T[context:last]])
-    return Row(ids_T, target_T, bytes_T, np.full(len(ids_T), index, dtype=np.int64))
+    document_T = np.full(len(ids_T), index, dtype=np.int64)
+    return Row(ids_T, target_T, bytes_T, document_T, begun=bool(document.bos))
 
 
-def _joined(parts: Sequence[Row], apart: bool) -> Row:
-    """Join rows end to end. If they stand `apart`, each remains a sequence of its own."""
+def _joined(parts: Sequence[Row]) -> Row:
+    """Join rows end to end. If they begin with BOS, each remains a sequence of its own."""
     if len(parts) == 1:
         return parts[0]
+    apart = parts[0].begun
     lengths = np.cumsum([len(part.ids_T) for part in parts[:-1]])
     return Row(
         np.concatenate([part.ids_T for part in parts]),
         np.concatenate([part.target_T for part in parts]),
         np.concatenate([part.bytes_T for part in parts]),
         np.concatenate([part.document_T for part in parts]),
-        tuple(lengths.tolist()) if apart else (),
+        begun=apart,
+        breaks=tuple(lengths.tolist()) if apart else (),
     )

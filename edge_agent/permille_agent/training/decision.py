@@ -90,6 +90,7 @@ class Decision:
         against_base: the reduction of the loss from the base to the state.
         against_active: the reduction of the loss from the active or pooled model to the state.
         pooled: whether the package's pooled state was the incumbent.
+        rows: the rows on which losses were measured, in words.
     """
 
     descent: int
@@ -108,6 +109,7 @@ class Decision:
     against_base: Comparison | None = None
     against_active: Comparison | None = None
     pooled: bool = False
+    rows: str = ""
     strength: int = EIGHTHS
     scaled_digest: str | None = None
     fault: str = ""
@@ -207,6 +209,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         loss_base=finite_or_none(base.per_token),
         bits_per_byte_base=finite_or_none(base.bits_per_byte),
         pooled=incumbent.model.run is None and run.package.manifest.has_layer(Role.POOLED),
+        rows=rows_words(run.prepared.test, run.options.row_tokens),
     )
     # No trained state was selected. Judging would only use up test text.
     if selected.step == 0 and not run.judges_start:
@@ -415,6 +418,12 @@ def _too_costly(run: Run, kept: Kept) -> str:
         f"text {by} nats per token, and at most {run.options.keep_general:g} are allowed; {_LOWER_RATE}, or "
         "allow more with --keep-general"
     )
+
+
+def rows_words(rows: Sequence[Row], row_tokens: int) -> str:
+    """Describe the rows on which a loss is measured, as the model reads them in use."""
+    begins = "each begins with BOS, as in use" if rows and rows[0].begun else "without BOS, as in use"
+    return f"rows of at most {row_tokens} tokens of one document; {begins}"
 
 
 def _no_step(stopped: Stop) -> str:
