@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from permille_agent.daemon.loop import Daemon, World
-from permille_agent.daemon.policy import PowerAndLoad
 from permille_agent.daemon.training_child import TrainingRequest
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.lock import hold_lock
+from permille_agent.state.policy import PowerAndLoad
 from permille_agent.training.options import RunContext
 from permille_agent.training.train import run_training
 from tests.bigram_engine import bigram_engine

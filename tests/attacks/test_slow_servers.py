@@ -15,11 +15,11 @@ import pytest
 from permille.errors import RetryableError
 from permille.retry_after import LONGEST_S
 from permille_agent.daemon.loop import LONGEST_PAUSE_S, POLL_LIMIT_S, Daemon, World
-from permille_agent.daemon.policy import PowerAndLoad
 from permille_agent.daemon.state import DaemonState
 from permille_agent.link import transport
 from permille_agent.link.client import Connection, ServiceUnavailableError
 from permille_agent.state.home import open_home, write_record
+from permille_agent.state.policy import PowerAndLoad
 
 GRACE_S = 2.0
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n"

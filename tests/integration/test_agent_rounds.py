@@ -22,13 +22,13 @@ from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 from permille_agent.cli.main import main
 from permille_agent.federation import part
-from permille_agent.federation.adopted import adopted_round, adopted_state
 from permille_agent.federation.exchange import TookPart
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import require_enrolment
 from permille_agent.state.home import write_record
 from permille_agent.state.models import active_model, read_releases
+from permille_agent.training.adopted import adopted_round, adopted_state
 from permille_agent.training.options import RunContext, Start, TrainOptions
 from permille_agent.training.outcome import RunResult
 from permille_agent.training.personal import model_values

@@ -101,6 +101,14 @@ def output_console() -> Console:
     return console if console.is_terminal else PlainConsole(width=UNWRAPPED)
 
 
+def agrees(question: str) -> bool:
+    """Ask a question on standard error. Ctrl-C and the end of the input mean no."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:
+        return False
+
+
 def show(
     document: Mapping[str, object],
     *,

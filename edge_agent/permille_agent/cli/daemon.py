@@ -113,8 +113,8 @@ def policy(context: typer.Context, as_json: JsonOption = False) -> None:
     hours = ["22:00-07:00"], require_ac = true, min_battery = 50, max_load = 0.5, minutes_per_day = 60,
     minutes_per_run = 30, method = "zeroth-order", report_loss = "bit", tags = ["canary"].
     """
-    from permille_agent.daemon.policy import read_machine, read_policy, reasons_to_wait
     from permille_agent.daemon.state import read_daemon_state
+    from permille_agent.state.policy import read_machine, read_policy, reasons_to_wait
 
     home = home_of(context)
     current = read_policy(home)

@@ -13,6 +13,7 @@ from permille_agent.cli.console import (
     TEXT_FILES,
     ExitCode,
     JsonOption,
+    agrees,
     home_of,
     show,
 )
@@ -201,14 +202,6 @@ def forget(
         "limits": PROMISE,
     }
     show(document, as_json=as_json)
-
-
-def agrees(question: str) -> bool:
-    """Ask a question on standard error. Ctrl-C and the end of the input mean no."""
-    try:
-        return typer.confirm(question, err=True)
-    except typer.Abort:
-        return False
 
 
 def _delete_uploaded(context: typer.Context, wanted: int) -> int:

@@ -10,8 +10,16 @@ import typer
 
 from permille.errors import InputError, PermilleError
 from permille.plain_text import echo
-from permille_agent.cli.console import COMPUTING, SHARING, EngineOption, ExitCode, JsonOption, home_of, show
-from permille_agent.cli.device import agrees
+from permille_agent.cli.console import (
+    COMPUTING,
+    SHARING,
+    EngineOption,
+    ExitCode,
+    JsonOption,
+    agrees,
+    home_of,
+    show,
+)
 from permille_agent.state.choices import read_references
 from permille_agent.state.home import Home
 from permille_agent.state.lock import hold_lock

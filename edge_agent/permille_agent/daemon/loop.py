@@ -17,14 +17,6 @@ from datetime import datetime
 from typing import Any
 
 from permille.errors import InputError, OperatorError, PermilleError, RetryableError
-from permille_agent.daemon.policy import (
-    Policy,
-    PowerAndLoad,
-    read_machine,
-    read_policy,
-    reasons_to_stop,
-    reasons_to_wait,
-)
 from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import (
     READY,
@@ -33,7 +25,6 @@ from permille_agent.daemon.training_child import (
     TrainingRequest,
     train_in_child,
 )
-from permille_agent.federation.adopted import adopted_round
 from permille_agent.federation.exchange import exchange
 from permille_agent.federation.part import RoundPart, waiting_part
 from permille_agent.link.api import DeviceApi
@@ -47,6 +38,15 @@ from permille_agent.state.choices import read_consent, read_references
 from permille_agent.state.home import Home, telling_disk, write_record
 from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.state.models import installed_release
+from permille_agent.state.policy import (
+    Policy,
+    PowerAndLoad,
+    read_machine,
+    read_policy,
+    reasons_to_stop,
+    reasons_to_wait,
+)
+from permille_agent.training.adopted import adopted_round
 from permille_agent.training.engines import AUTO
 
 POLL_S = 900.0  # between two polls of the service

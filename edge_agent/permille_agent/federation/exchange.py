@@ -37,7 +37,6 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.schemas.federations import FederationOffer, FederationState
 from permille.trust.roles import federation_path
-from permille_agent.federation.adopted import AdoptedRound, keep_adopted, kept_round
 from permille_agent.federation.ledger import charge, is_used_up
 from permille_agent.federation.membership import (
     Membership,
@@ -56,6 +55,7 @@ from permille_agent.link.trust import TrustedReleases
 from permille_agent.state.home import Home
 from permille_agent.state.lock import hold_lock
 from permille_agent.state.models import installed_release
+from permille_agent.training.adopted import AdoptedRound, keep_adopted, kept_round
 from permille_agent.training.options import RunContext
 
 log = logging.getLogger("permille.agent")

@@ -6,7 +6,7 @@ Below `federations/<digits of the definition's digest>/`:
     definition.json      the signed definition (FORMAT 13.1)
     history.bin          checkpoint of the history: pooled state, chain and signed head (FORMAT 13.5)
     standing.json        results of the last exchange with the service
-    adopted.*            the state that trainings start from (`adopted.py`)
+    adopted.*            the state that trainings start from (`training/adopted.py`)
     rounds/<n>/          the device's work for one round, called its part (`part.py`)
 
 Consent:

@@ -20,7 +20,6 @@ from typing import Final
 
 import psutil
 
-from permille import __version__
 from permille.errors import InputError, OperatorError, PackageError, PermilleError
 from permille.fleet.offer import Facts, Offer, ReportCode, RolloutState
 from permille.fleet.rollouts import MAX_DIFFERENCE, WORSE_NATS
@@ -28,7 +27,7 @@ from permille.schemas.fleet.groups import FactsPut
 from permille.schemas.fleet.rollouts import RolloutReport
 from permille.schemas.runs import EngineName, Outcome
 from permille.trust.roles import rollout_path, target_path
-from permille_agent.daemon.policy import read_policy
+from permille.version import __version__
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import AccessRefusedError, RequestRefusedError
 from permille_agent.link.enrolment import Enrolment
@@ -36,6 +35,7 @@ from permille_agent.link.trust import TrustedReleases
 from permille_agent.state.choices import read_references
 from permille_agent.state.home import Home, Record, read_record, write_record
 from permille_agent.state.models import DAMAGED, InstalledRelease, installed_release
+from permille_agent.state.policy import read_policy
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import EngineUsed
 from permille_agent.training.outcome import RunOutcome

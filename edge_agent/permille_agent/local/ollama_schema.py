@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from permille import __version__
 from permille.digests import digest_of
 from permille.models.families import expected_tensors
+from permille.version import __version__
 from permille_agent.local.model import Generated, LocalModel, Variant
 from permille_agent.local.replies import Choices, Message, NoEmbeddingsError, Reply, parsed, turns, variant_of
 

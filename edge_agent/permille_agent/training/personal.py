@@ -24,11 +24,11 @@ from permille.zo.log import encode_canonical
 from permille.zo.packed_state import pooled_state, read_state
 from permille.zo.records import StepRecord, coefficients_of
 from permille.zo.replay import replay
-from permille_agent.federation.adopted import START as FEDERATION_START
-from permille_agent.federation.adopted import adopted_round, adopted_state
 from permille_agent.state.home import Home
 from permille_agent.state.models import Active, active_model
 from permille_agent.text.preparation import Prepared
+from permille_agent.training.adopted import START as FEDERATION_START
+from permille_agent.training.adopted import adopted_round, adopted_state
 from permille_agent.training.decision import Decision
 from permille_agent.training.durable_steps import packed_state
 from permille_agent.training.options import Start, TrainOptions
@@ -128,7 +128,7 @@ def find_start(home: Home, package: Package, prepared: Prepared, options: TrainO
     """
     adopted = adopted_round(home, package.digest)
     pooled = POOLED_START if package.manifest.has_layer(Role.POOLED) else None
-    # An adopted round replaces the package's pooled state (`federation/adopted.py`).
+    # An adopted round replaces the package's pooled state (`adopted.py`).
     if adopted is not None:
         pooled = adopted.start
     if options.start is Start.POOLED and pooled is None:

@@ -18,7 +18,6 @@ from permille.package.limits import Role
 from permille.package.reader import Package
 from permille_agent.daemon import loop
 from permille_agent.daemon.loop import POLL_LIMIT_S, POLL_S, RETRY_TRAINING_S, Daemon, World
-from permille_agent.daemon.policy import PowerAndLoad
 from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import READY, RoundRequest, TrainingRequest
 from permille_agent.federation.exchange import Exchanged
@@ -31,6 +30,7 @@ from permille_agent.state.choices import add_references, remove_references
 from permille_agent.state.home import Home
 from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.state.models import Active, activate, active_model, installed_release
+from permille_agent.state.policy import PowerAndLoad
 from tests.device_service import DeviceService, Fault
 from tests.packages import tiny_package
 from tests.unit.edge_agent.conftest import fast_connection

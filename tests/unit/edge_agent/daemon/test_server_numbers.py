@@ -17,7 +17,6 @@ from permille.schemas.federations import MAX_DEADLINE_S, FederationOffer, RoundI
 from permille.schemas.fields import EXAMPLE_ULID, MAX_INTEGER
 from permille_agent.daemon import loop
 from permille_agent.daemon.loop import LONGEST_PAUSE_S, POLL_LIMIT_S, POLL_S, Daemon, World
-from permille_agent.daemon.policy import PowerAndLoad
 from permille_agent.daemon.state import read_daemon_state
 from permille_agent.federation.membership import Membership, join
 from permille_agent.link.api import DeviceApi
@@ -27,6 +26,7 @@ from permille_agent.link.report import enqueue
 from permille_agent.state.choices import add_references
 from permille_agent.state.home import Home, write_record
 from permille_agent.state.models import installed_release
+from permille_agent.state.policy import PowerAndLoad
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import RUN_ID, metrics

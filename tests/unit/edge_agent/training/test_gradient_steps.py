@@ -22,11 +22,11 @@ from permille.zo.log import MAGIC, decode_canonical
 from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille.zo.packed_state import decode_state
 from permille.zo.replay import replay
-from permille_agent.federation.adopted import AdoptedRound, keep_adopted
 from permille_agent.link.forget import forget_run
 from permille_agent.link.report import Delivery, collect_reports, share_run
 from permille_agent.state.models import reset
 from permille_agent.training import durable_steps
+from permille_agent.training.adopted import AdoptedRound, keep_adopted
 from permille_agent.training.decision import Decision
 from permille_agent.training.options import Start, TrainOptions, choose_method
 from permille_agent.training.plan import budget_of_time, make_plan

@@ -5,7 +5,8 @@ from datetime import datetime
 import pytest
 
 from permille.errors import InputError
-from permille_agent.daemon.policy import (
+from permille_agent.state.home import Home
+from permille_agent.state.policy import (
     Policy,
     PowerAndLoad,
     read_machine,
@@ -13,7 +14,6 @@ from permille_agent.daemon.policy import (
     reasons_to_stop,
     reasons_to_wait,
 )
-from permille_agent.state.home import Home
 
 IDLE = PowerAndLoad(on_ac=True, battery=None, load=0.0)
 NIGHT = Policy.model_validate({"hours": ["22:00-07:00"]})
