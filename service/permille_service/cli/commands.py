@@ -5,15 +5,15 @@ name, by its id, or by the first characters of its id, if no other id begins wit
 """
 
 import inspect
+import textwrap
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
-from permille_service.cli.forms import parameters_of
 from permille_service.cli.references import singular
 from permille_service.cli.session import Session, connect
-from permille_service.forms import Form
+from permille_service.forms import Form, RequestOption
 
 # The panels by which `--help` groups commands.
 START, INPUTS, PACKAGES = "Start here", "Models, texts and jobs", "Packages"
@@ -31,6 +31,7 @@ Key = Annotated[
 ]
 Rows = Annotated[int, typer.Option("--limit", min=1, help="Maximum number of rows.")]
 
+_WIDEST_CHOICES: Final = 12
 _Run = Callable[..., Any]
 
 
@@ -73,6 +74,11 @@ def command(
         return run
 
     return register
+
+
+def parameters_of(form: Form) -> list[inspect.Parameter]:
+    """Return the parameters that typer needs for a form. The value of an option that is not given is None."""
+    return [_parameter(option, form.arguments) for option in form.options]
 
 
 def add_list(group: typer.Typer, collection: str, columns: Sequence[str]) -> None:
@@ -125,3 +131,32 @@ def _row(collection: str) -> Any:
             metavar=singular(collection).upper(), help="Name or id, or the first characters of the id."
         ),
     ]
+
+
+def _parameter(option: RequestOption, arguments: tuple[str, ...]) -> inspect.Parameter:
+    # The service applies the defaults. The help only shows them.
+    told = "" if option.default is None or option.default is False else f" Default: {option.default}."
+    text = f"{option.help[:1].upper()}{option.help[1:]}".strip().removesuffix(".") + f".{told}"
+    chosen: Any = (
+        Literal[option.choices] if option.choices and option.value_type is str else option.value_type
+    )
+    panel = f"{option.place[0].capitalize()} options" if option.place[1:] else None
+    if option.many:
+        chosen = list[chosen]
+    marker: Any = typer.Option(option.flag, help=text, metavar=_folded(option), rich_help_panel=panel)
+    if option.parameter in arguments:
+        marker = typer.Argument(help=text)
+    return inspect.Parameter(
+        option.parameter,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if option.required else None,
+        annotation=Annotated[chosen if option.required else chosen | None, marker],
+    )
+
+
+def _folded(option: RequestOption) -> str | None:
+    """Fold the choices into short lines. Long lines would leave too little room for the option's name."""
+    if not option.choices or option.value_type is not str:
+        return None
+    lines = textwrap.wrap(f"<{'| '.join(option.choices)}>", _WIDEST_CHOICES, break_on_hyphens=False)
+    return "\n".join(lines).replace("| ", "|")

@@ -25,8 +25,8 @@ from permille.schemas.packages import BuildCreate
 from permille_service.cli import client as client_module
 from permille_service.cli import commands, main
 from permille_service.cli.client import FLAGS, Client, in_words
+from permille_service.cli.commands import parameters_of
 from permille_service.cli.exits import CommandError, Exit
-from permille_service.cli.forms import parameters_of
 from permille_service.cli.output import Follower, Output, watch
 from permille_service.cli.references import resolve
 from permille_service.cli.session import Session
