@@ -6,9 +6,8 @@ loopback. The metrics contain no ids of jobs.
 
 import threading
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
 
-from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram, generate_latest
+from prometheus_client import Counter, Histogram, MetricsHandler
 
 from permille.bounded_server import BoundedServer
 from permille.errors import OperatorError
@@ -59,21 +58,16 @@ def serve_metrics(settings: WorkerSettings) -> None:
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(MetricsHandler):
     """Handler of `GET /metrics`. Anybody may call it, so connections have a short timeout."""
 
     timeout = 10.0
     server_version, sys_version = "permille-worker", ""
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - the parent's name
         """Send the metrics."""
-        found = self.path.partition("?")[0] == "/metrics"
-        body = generate_latest() if found else b""
-        self.send_response(HTTPStatus.OK if found else HTTPStatus.NOT_FOUND)
-        self.send_header("Content-Type", CONTENT_TYPE_LATEST)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the parent's name
-        """Log no requests."""
+        if self.path.partition("?")[0] == "/metrics":
+            super().do_GET()
+        else:
+            self.send_response(HTTPStatus.NOT_FOUND)
+            self.end_headers()
