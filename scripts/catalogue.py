@@ -59,8 +59,9 @@ nothing between them. The publisher trained with the token of the column "betwee
 
 The settings are those of the publisher's `tokenizer_config.json`, `tokenizer.json` and chat template
 (for a base model: the template of its instruct version). Those of SmolLM2 were read from its file.
-The others are copies, not read from the hub. "?" means that the settings were not at hand. Tests
-compare tokenizers with these settings with llama.cpp.
+The others are written from memory, not read from the files, and "?" means unknown. permille begins a
+text as the model's own files say, never as this table says. Tests compare tokenizers with these
+settings with llama.cpp.
 """
 
 
