@@ -1,7 +1,9 @@
 """Hide counts of few devices from operators who may not see single devices.
 
 If only one group were hidden, its count would follow from the total. So groups are hidden from the
-smallest up, until the hidden groups together are large enough.
+smallest up, until the hidden groups together are large enough. This holds even if no group is small:
+otherwise, a group that disappears would tell that one device is now in a small group. For the same reason,
+0 is hidden like any other count of few devices.
 
 Two views at different times must not reveal what one device did in between. So counts are rounded
 to multiples of ten, and measured values to two digits. A single device seldom changes such a
@@ -17,11 +19,12 @@ Key = TypeVar("Key")
 
 
 def hide(counts: Mapping[Key, int], least: int) -> dict[Key, int | None]:
-    """Return the counts of disjoint groups, with None for hidden groups. A count of zero is never
-    hidden.
+    """Return the counts of disjoint groups, with None for hidden groups.
 
     Example:
         >>> hide({"1.0": 40, "1.1": 12, "1.2": 3}, least=10)
+        {'1.0': 40, '1.1': None, '1.2': None}
+        >>> hide({"1.0": 40, "1.1": 12, "1.2": 0}, least=10)
         {'1.0': 40, '1.1': None, '1.2': None}
         >>> hide({"1.0": 40, "1.1": 3}, least=0)
         {'1.0': 40, '1.1': 3}
@@ -31,8 +34,8 @@ def hide(counts: Mapping[Key, int], least: int) -> dict[Key, int | None]:
     for key, count in sorted(counts.items(), key=lambda item: item[1]):
         # Hide one more group while the hidden groups together are too small. Anyone can compute their sum:
         # the total less the shown counts.
-        if count == 0 or (count >= least and not 0 < hidden < least):
-            continue
+        if hidden >= least and count >= least:
+            break
         shown[key] = None
         hidden += count
     return shown
@@ -43,10 +46,10 @@ def rounded(count: int, least: int) -> int | None:
     exact count.
 
     Example:
-        >>> rounded(47, 10), rounded(7, 10), rounded(7, 0)
-        (50, None, 7)
+        >>> rounded(47, 10), rounded(7, 10), rounded(0, 10), rounded(7, 0)
+        (50, None, None, 7)
     """
-    if not least or not count:
+    if not least:
         return count
     return None if count < least else (count + least // 2) // least * least
 

@@ -34,7 +34,12 @@ def summary(session: Session, *, tenant_id: str, least: int = 0) -> Fleet:
         seen=_groups(seen, least),
         agents=_groups(agents, least),
         engines=_groups(engines, least),
-        versions=results(session, _known_releases(session, tenant_id), least=least),
+        versions=[
+            one
+            for one in results(session, _known_releases(session, tenant_id), least=least)
+            # A version that only few devices have is not named.
+            if not least or one.aliases or one.devices or one.reported
+        ],
         # All runs of a day may come from one device, so the days are left out where counts are hidden.
         days=[] if least else _days(session, tenant_id, at),
     )
@@ -88,12 +93,12 @@ def _count_devices(session: Session, tenant_id: str, at: datetime) -> list[Count
 
 def _groups(counts: Counter[str], least: int) -> list[Group]:
     """Return the groups of devices, largest first. All hidden groups appear under one name, without a
-    count.
+    count. Where counts are hidden, this name always appears.
     """
     told = [(key, count) for key, count in hide(counts, least).items() if count is not None]
     told.sort(key=lambda group: (-group[1], group[0]))  # by the rounded count, so the order reveals nothing
     groups = [Group(name=key, devices=count) for key, count in told]
-    return groups if len(told) == len(counts) else [*groups, Group(name=_OTHERS, devices=None)]
+    return [*groups, Group(name=_OTHERS, devices=None)] if least else groups
 
 
 def _seen(at: datetime) -> ColumnElement[str]:

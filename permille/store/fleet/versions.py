@@ -59,7 +59,7 @@ def _results(
         aliases=aliases.get(key, []),
         yanked=row.yanked_at is not None,
         published_at=row.created_at,
-        devices=told.get(key, 0),
+        devices=told.get(key, rounded(0, least)),
         reported=told_reported,
         outcomes=Outcomes(**shown),
         adopted_fraction=None if adopted is None or not told_reported else adopted / told_reported,

@@ -17,6 +17,7 @@ from permille.store.fleet.comparison import compare
 from permille.store.fleet.few import LEAST, hide
 from permille.store.fleet.statistics import median_of, share, share_difference
 from permille.store.fleet.summary import MOST_VERSIONS, summary
+from permille.store.ids import Prefix, new_id
 from permille.store.tables import Device
 from tests.artifacts import add_package
 from tests.fleet_site import RELEASE, VERSIONS, add_fleet, publish_versions
@@ -75,8 +76,8 @@ def test_who_may_not_see_each_device_learns_nothing_of_fewer_than_ten(db: Databa
     assert {(group.name, group.devices) for group in groups} == {("others", None)}, "names tell, too"
     for one in told.versions:
         assert (one.improvement, one.peak_rss_bytes, one.adopted_fraction, one.reported) == (None,) * 4
-        assert set(one.outcomes.model_dump().values()) <= {None, 0}
-    assert empty.devices == 0
+        assert set(one.outcomes.model_dump().values()) == {None}
+    assert empty.devices is None
 
 
 def test_two_looks_of_a_watcher_do_not_tell_what_one_device_did(db: Database, stocked: str) -> None:
@@ -125,8 +126,53 @@ def test_hidden_groups_cannot_be_had_by_a_difference(seed: int) -> None:
     hidden = [counts[key] for key, count in shown.items() if count is None]
     assert all(count is None or abs(count - counts[key]) <= LEAST // 2 for key, count in shown.items())
     assert all(count % LEAST == 0 for count in shown.values() if count)
-    assert all(count == 0 or count >= LEAST for count in shown.values() if count is not None)
-    assert sum(hidden) == 0 or sum(hidden) >= LEAST or not any(shown.values())
+    assert all(count >= LEAST for count in shown.values() if count is not None)
+    assert sum(hidden) >= LEAST or not any(shown.values())
+
+
+@pytest.mark.attack(22, "a change from nobody to one device, in every count of disjoint groups")
+@pytest.mark.parametrize("seed", range(20))
+def test_few_devices_look_like_none(seed: int) -> None:
+    rng = random.Random(seed)
+    large = {i: rng.choice((10, 12, 50, 400)) for i in range(rng.randint(1, 4))}
+    few = {f"few {i}": 0 for i in range(rng.randint(1, 3))}
+    views = [hide(large | few, LEAST)]
+    for count in (1, 5, 9):
+        views.append(hide(large | few | {"few 0": count}, LEAST))
+    assert all(view == views[0] for view in views)
+
+
+@pytest.mark.attack(22, "a watcher looks before and after the first device of a kind comes")
+def test_a_watcher_does_not_see_the_first_device_of_a_kind(db: Database, stocked: str) -> None:
+    def look() -> Fleet:
+        with db.read() as session:
+            return summary(session, tenant_id=stocked, least=LEAST)
+
+    with db.write() as session:
+        package = artifacts.get(
+            session,
+            tenant_id=stocked,
+            kind=JobKind.PACKAGE,
+            key=releases.get(session, tenant_id=stocked, name=RELEASE, version=1).package_digest,
+        )
+        new = releases.publish(session, name=RELEASE, package=package).version
+    before = look()
+    assert new not in {one.version for one in before.versions}
+    with db.write() as session:
+        other = {"agent_version": "9.9.9", "engine": "executorch", "version": new}
+        session.add(
+            Device(
+                id=new_id(Prefix.DEVICE),
+                tenant_id=stocked,
+                public_key="k",
+                name="n",
+                release=RELEASE,
+                alias="stable",
+                created_at=datetime(2026, 5, 4, tzinfo=UTC),
+                **other,
+            )
+        )
+    assert look() == before
 
 
 def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
