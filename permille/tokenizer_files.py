@@ -6,7 +6,7 @@ The files are untrusted. Entries of an unexpected form are ignored, and broken J
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,15 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end
 
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 """The files that name special tokens and say how a text begins, the older one first."""
+
+# Rules that prepare a text for the vocabulary. Others, such as tables of characters, are refused: the number
+# of a text's tokens reaches the service, and a tokenizer could be made to count what a user wrote.
+NORMALIZERS = frozenset(
+    ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "BertNormalizer", "ByteLevel")
+)
+PRE_TOKENIZERS = frozenset(
+    ("ByteLevel", "BertPreTokenizer", "Digits", "Metaspace", "Punctuation", "Whitespace", "WhitespaceSplit")
+)
 
 ReadFile = Callable[[str], bytes | None]
 """Returns the content of a file by its name, or None if it does not exist."""
@@ -74,6 +83,85 @@ class TokenizerFiles:
         """
         named = {f"{name}_token": token for name, token in self.special.items()}
         return {"bos_token": "", "eos_token": "", **named}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRules:
+    """The rules by which a tokenizer changes and splits a text before it looks up tokens.
+
+    Example:
+        >>> TextRules.read(b'{"normalizer": {"type": "NFC"}, "pre_tokenizer": null}').describe()
+        'normalizer NFC, pre-tokenizer none'
+    """
+
+    normalizers: tuple[Mapping[str, Any], ...]
+    pre_tokenizers: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def read(cls, tokenizer: bytes) -> "TextRules":
+        """Read the rules of a `tokenizer.json`, and refuse those that are not listed.
+
+        Raises:
+            PackageError: `tokenizer`: the file is malformed, or has another rule.
+        """
+        found = read_object(tokenizer)
+        rules = cls(
+            normalizers=tuple(_steps(found.get("normalizer"), "normalizers")),
+            pre_tokenizers=tuple(_steps(found.get("pre_tokenizer"), "pretokenizers")),
+        )
+        others = [step for step in rules.normalizers if not _is_plain_normalizer(step)]
+        others += [step for step in rules.pre_tokenizers if not _is_plain_pre_tokenizer(step)]
+        if others:
+            raise PackageError(
+                "tokenizer",
+                f"The tokenizer changes text by a rule that is not allowed: {others[0]!r:.200}. Take a model "
+                "with a common tokenizer.",
+            )
+        return rules
+
+    def describe(self) -> str:
+        """Return the names of the rules, for the user."""
+        names = (
+            " + ".join(str(step["type"]) for step in steps) or "none"
+            for steps in (self.normalizers, self.pre_tokenizers)
+        )
+        return "normalizer {}, pre-tokenizer {}".format(*names)
+
+
+def _steps(rule: object, name: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the steps of a rule, also of sequences in sequences."""
+    if rule is None:
+        return
+    if not isinstance(rule, dict):
+        raise PackageError("tokenizer", f"A rule of the tokenizer is not an object: {rule!r:.100}.")
+    parts = rule.get(name) if rule.get("type") == "Sequence" else None
+    if not isinstance(parts, list):
+        yield rule
+        return
+    for part in parts:
+        yield from _steps(part, name)
+
+
+def _is_plain_normalizer(step: Mapping[str, Any]) -> bool:
+    kind = step.get("type")
+    if kind == "Prepend":
+        return _is_mark(step.get("prepend"))
+    if kind == "Replace":  # of spaces and quotes by one mark, never of letters or digits
+        pattern = step.get("pattern")
+        text = pattern.get("String") if isinstance(pattern, dict) else None
+        return isinstance(text, str) and not any(map(str.isalnum, text)) and _is_mark(step.get("content"))
+    return kind in NORMALIZERS
+
+
+def _is_plain_pre_tokenizer(step: Mapping[str, Any]) -> bool:
+    if step.get("type") != "Split":
+        return step.get("type") in PRE_TOKENIZERS
+    # With `invert`, the pattern names the parts that stay. Without, a pattern could remove what it names.
+    return step.get("behavior") != "Removed" or step.get("invert") is True
+
+
+def _is_mark(text: object) -> bool:
+    return isinstance(text, str) and len(text) <= 1 and not text.isalnum()
 
 
 def ends_of_turn(template: str | None) -> tuple[str, ...]:

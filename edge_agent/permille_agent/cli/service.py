@@ -109,6 +109,7 @@ def pull(context: typer.Context, as_json: JsonOption = False) -> None:
         "download_bytes": pulled.download_bytes,
         "package_bytes": pulled.package_bytes,
         "collected_bytes": pulled.collected_bytes,
+        "new_tokenizer": pulled.text_rules or None,
     }
     show(document, as_json=as_json, then="permille-agent train FILES")
 

@@ -240,6 +240,8 @@ class Daemon:
         pulled = pull(self._home, api, enrolment, now_s=self._world.now().timestamp())
         if pulled.changed:
             log.info("installed %s version %d", pulled.release.name, pulled.release.version)
+        if pulled.text_rules:
+            log.warning("the tokenizer has changed: %s", pulled.text_rules)
 
     def _exchange(self, api: DeviceApi) -> None:
         """Fetch news of the rounds, send finished contributions, and ask for invitations."""

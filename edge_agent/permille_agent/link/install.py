@@ -140,12 +140,14 @@ def _compute(package: "Package") -> None:
     import numpy as np
 
     from permille.engines.factory import open_engine
+    from permille.tokenizer_files import TextRules
     from permille.zo.estimators import Batch
     from permille.zo.lattice import values
     from permille.zo.packed_state import pooled_state
     from permille_agent.text.tokens import package_tokenizer
 
     tokenizer = package_tokenizer(package)
+    TextRules.read(package.file("tokenizer.json"))
     ids_T = tokenizer.prompt(SENTENCE)
     if _letters(tokenizer.decode(ids_T.tolist())) != _letters(SENTENCE):
         raise PackageError("package-trial", "The tokenizer does not return the sentence that it was given")

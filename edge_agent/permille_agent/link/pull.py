@@ -25,6 +25,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest
 from permille.package.reader import Package
+from permille.tokenizer_files import TextRules
 from permille.trust.roles import aliases_of, target_path, training_of
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
@@ -52,12 +53,14 @@ class Pulled:
 
     Attributes:
         changed: whether a different package is installed now.
+        text_rules: the rules of the tokenizer, if they differ from those of the package before, else empty.
         download_bytes: size of the downloaded blobs.
         collected_bytes: size of the deleted blobs of old packages.
     """
 
     release: InstalledRelease
     changed: bool
+    text_rules: str = ""
     download_bytes: int
     package_bytes: int
     collected_bytes: int
@@ -151,6 +154,7 @@ def _pull(
     return Pulled(
         release=release,
         changed=before is None or before.manifest_digest != release.manifest_digest,
+        text_rules=_changed_rules(blobs, before, release),
         download_bytes=plan.download_bytes,
         package_bytes=plan.manifest.size_bytes,
         collected_bytes=0,
@@ -297,6 +301,20 @@ def _install(home: Home, blobs: BlobFolder, release: InstalledRelease, plan: Dow
     if _programs(plan) and release == installed_release(home):
         try_package(home.blobs, release.manifest_digest, size_bytes=plan.manifest.size_bytes)
     install(home, release, size_bytes=plan.manifest.size_bytes)
+
+
+def _changed_rules(blobs: BlobFolder, before: InstalledRelease | None, now: InstalledRelease) -> str:
+    """Describe the rules of the new tokenizer if they are not those of the package before."""
+    if before is None or before.manifest_digest == now.manifest_digest:
+        return ""
+    try:
+        old, new = (
+            TextRules.read(Package.open(blobs, one.manifest_digest).file("tokenizer.json"))
+            for one in (before, now)
+        )
+    except PackageError as exc:
+        return f"that of the package before cannot be read: {exc}"
+    return "" if old == new else new.describe()
 
 
 def _programs(plan: DownloadPlan) -> list[Layer]:

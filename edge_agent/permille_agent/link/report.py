@@ -1,6 +1,7 @@
 """Queue of reports to the service.
 
 - By default only metrics leave the device: numbers and enums in the closed schema of `permille.schemas.runs`.
+  Numbers are rounded before they are queued (`rounding.py`).
 - A log or packed state is queued only with the user's consent. If the user withdraws consent, all logs and
   states that wait are removed.
 - `reports/<run_id>.json` is the queue entry of a run, and later its receipt. `reports/<run_id>.log` is a log
@@ -21,6 +22,7 @@ from permille.schemas.problems import ProblemType
 from permille.schemas.runs import MAX_LOG_BYTES, LogForm, RunMetrics
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
+from permille_agent.link.rounding import rounded
 from permille_agent.state.choices import read_consent
 from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.training.decision import Decision
@@ -107,6 +109,7 @@ def enqueue(
         raise InputError(f"The id of a run must be a UUID, got {run_id!r:.60}.")
     if (known := read_report(home, run_id)) is not None:
         return known
+    metrics = rounded(metrics)
     if shared_log is None:
         # A digest of the state would let the service recognise equal states without a shared log.
         metrics = metrics.model_copy(update=_NO_DIGESTS)

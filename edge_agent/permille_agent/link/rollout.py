@@ -5,13 +5,14 @@ an open wave (`permille.fleet.offer`), so the device decides without asking the 
 
 - It installs the version when its wave is open, and trains on it as usual.
 - It reports the result as one code. If it has compared the earlier and the new model, it also reports the
-  difference of their losses, as one number or one bit.
+  difference of their losses, as one rounded number or one bit.
 - It keeps the earlier package until the rollout has ended.
 - A failed installation is tried `MAX_ATTEMPTS` times. Then the device returns to the version of its alias.
 
 `rollout.json` is written before each action that it describes. So a kill loses no report.
 """
 
+import random
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from permille.version import __version__
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import AccessRefusedError, RequestRefusedError
 from permille_agent.link.enrolment import Enrolment
+from permille_agent.link.rounding import rounded_difference
 from permille_agent.link.trust import TrustedReleases
 from permille_agent.state.choices import read_references
 from permille_agent.state.home import Home, Record, read_record, write_record
@@ -194,6 +196,8 @@ def finish(home: Home, code: ReportCode, difference: float | None = None) -> Non
         return
     if difference is not None:
         difference = max(-MAX_DIFFERENCE, min(MAX_DIFFERENCE, difference))
+        # Draw once, here, since a report may be sent again.
+        difference = rounded_difference(difference, random.SystemRandom().random())
     _keep(home, replace(part, code=code, difference=difference, told=False))
 
 

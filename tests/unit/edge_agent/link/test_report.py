@@ -26,6 +26,7 @@ from permille_agent.link.report import (
     want_deletion,
     withdraw_logs,
 )
+from permille_agent.link.rounding import rounded
 from permille_agent.state.choices import read_consent, set_sharing
 from permille_agent.state.home import CHECKSUM, Home
 from permille_agent.text.reading import DataReport
@@ -72,7 +73,7 @@ def device(home: Home, api: DeviceApi, service: DeviceService) -> Device:
 def test_metrics_arrive_without_the_state_digest_and_without_a_log(device: Device) -> None:
     device.queue(log=None)
     assert device.deliver().sent == 1
-    assert device.service.runs == {RUN_ID: metrics(state_digest=None).model_dump(mode="json")}
+    assert device.service.runs == {RUN_ID: rounded(metrics(state_digest=None)).model_dump(mode="json")}
     assert device.service.logs == {}
 
 
