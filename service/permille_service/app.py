@@ -60,7 +60,7 @@ Turn a pre-trained language model into a package. A device trains one in a thous
   and body within a day, it creates nothing and returns the first answer. If the object was removed meanwhile,
   the answer is `idempotency-conflict`.
 * Lists come in pages. To get the next page, pass `next_cursor` as `cursor`.
-* A query parameter may appear only once.
+* A query parameter, and a key of a JSON object, may appear only once.
 """
 TAGS: Final = [
     {"name": "models", "description": "Base models: a folder, a GGUF file, or a hub repository at a commit."},
@@ -149,7 +149,7 @@ def create_app(settings: Settings) -> FastAPI:
 def _routes() -> list[BaseRoute]:
     """Return the routes. They hold no state, so all apps of a process can share them."""
     api = APIRouter(
-        # Refuse repeated query parameters. Starlette takes the last one, and a proxy may check the first.
+        # Refuse repeated parameters and keys. Starlette takes the last one, and a proxy may check the first.
         dependencies=[Depends(check_given_once)],
         generate_unique_id_function=problems.operation_id,
     )

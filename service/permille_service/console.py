@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
-from anyio import CapacityLimiter, to_thread
+from anyio import to_thread
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
@@ -56,6 +56,7 @@ EVERY_S: Final = 2.0
 ANSWER_S: Final = 4.0
 """Seconds until a health check gives up. The probes in the folder `deploy` wait longer than this."""
 PROBE_BYTES: Final = 64 * 1024
+_A_THREAD: Final = "a thread for requests"
 
 logger = logging.getLogger(__name__)
 router = APIRouter(include_in_schema=False)
@@ -68,9 +69,11 @@ def console() -> HTMLResponse:
     return HTMLResponse(PAGE, headers={"Content-Security-Policy": CONSOLE_POLICY})
 
 
+# Load balancers often send HEAD. uvicorn leaves out the body of the answer.
+@health.head("", dependencies=[PUBLIC], include_in_schema=False)
 @health.get("", dependencies=[PUBLIC])
 async def get_health(request: Request) -> Health:
-    """Return whether the service can read and write its database and its blobs.
+    """Return whether requests get an answer, and whether the service can write its database and its blobs.
 
     The check runs at most every two seconds. The answer comes within four seconds.
     """
@@ -81,6 +84,7 @@ async def get_health(request: Request) -> Health:
     return Health(status="ok", version=__version__)
 
 
+@router.head("/livez", dependencies=[PUBLIC])
 @router.get("/livez", dependencies=[PUBLIC])
 async def livez() -> Health:
     """Report that the process is alive. If this path does not answer, restart the process. Disks and the
@@ -88,6 +92,7 @@ async def livez() -> Health:
     return Health(status="ok", version=__version__)
 
 
+@router.head("/readyz", dependencies=[PUBLIC])
 @router.get("/readyz", dependencies=[PUBLIC])
 async def readyz(request: Request, service: Served) -> Health:
     """Return whether to send requests to this process. This makes the same check as `/v1/health`, and also
@@ -102,13 +107,14 @@ class WriteCheck:
     """A check that blobs and rows can be written. It runs at most every two seconds.
 
     Only one check runs at a time, and all callers wait for it. So a store that hangs blocks a single thread.
-    This thread does not come from the pool that serves requests, whose threads may all be busy.
+    This thread comes from the pool that serves requests. If all of them are busy, no request gets an answer
+    either, and the service is not well.
     """
 
     database: Database
     blobs: BlobFolder
     clock: Callable[[], float] = time.monotonic
-    _awaited: str = "the store of blobs"
+    _awaited: str = _A_THREAD
     _check: "asyncio.Future[str | None] | None" = None
     _checked_at: float = 0.0
     _outage: Outage = field(default_factory=lambda: Outage(logger, "not well", logging.ERROR))
@@ -125,8 +131,9 @@ class WriteCheck:
         return problem
 
     async def _write_in_thread(self) -> str | None:
+        self._awaited = _A_THREAD
         try:
-            return await to_thread.run_sync(self._write, limiter=CapacityLimiter(1))
+            return await to_thread.run_sync(self._write)
         finally:
             self._checked_at = self.clock()
 

@@ -42,7 +42,7 @@ class Service:
 
 async def service_of(request: Request) -> Service:
     """Return the service that this app was made with."""
-    # An `async` function needs no thread. Health checks must also work while all threads are busy.
+    # An `async` function needs no thread. `/livez` must also answer while all threads are busy.
     service: Service = request.app.state.service
     return service
 

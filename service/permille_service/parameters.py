@@ -3,8 +3,11 @@
 An id begins with the prefix of its table, for example `model_`.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, HTTPException, Path, Query, Request
@@ -96,19 +99,34 @@ NumberPaging = Annotated[Window, Depends(_number_window)]
 
 
 async def check_given_once(request: Request) -> None:
-    """Refuse a query with a repeated parameter. FastAPI would silently take the last value."""
-    # Nearly all requests return here: with at most one parameter, none can repeat.
-    if b"&" not in request.scope["query_string"]:
-        return
-    names = _query_names(request.scope["route"].dependant)
-    counts = Counter(name for name, _ in request.query_params.multi_items() if name in names)
+    """Refuse a query with a repeated parameter, and a JSON body with a repeated key.
+
+    FastAPI would silently take the last value, and a proxy may have checked the first.
+    """
+    route = request.scope["route"]
+    repeated: Counter[tuple[str, str]] = Counter()
+    # Nearly all requests skip this: with at most one parameter, none can repeat.
+    if b"&" in request.scope["query_string"]:
+        names = _query_names(route.dependant)
+        given = (name for name, _ in request.query_params.multi_items() if name in names)
+        repeated += Counter(("query", name) for name in given)
+    if route.body_field is not None and "json" in request.headers.get("content-type", ""):
+        with suppress(ValueError, RecursionError):  # FastAPI refuses a body that is not JSON
+            json.loads(await request.body(), object_pairs_hook=partial(_count_keys, repeated))
     errors = [
-        {"loc": ("query", name), "msg": f"expected one value, got {count}"}
-        for name, count in counts.items()
+        {"loc": place, "msg": f"Give it once, not {count} times"}
+        for place, count in repeated.items()
         if count > 1
     ]
     if errors:
         raise RequestValidationError(errors)
+
+
+def _count_keys(repeated: Counter[tuple[str, str]], pairs: list[tuple[str, Any]]) -> None:
+    """Count the keys of an object that it has more than once."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            repeated["body", name] += count
 
 
 async def read_body(request: Request) -> bytes:

@@ -51,7 +51,7 @@ def run(*command: str, **more: str) -> str:
 def test_docker_compose_reads_the_compose_file() -> None:
     told = run("docker-compose", "-f", str(DEPLOY / "compose/compose.yaml"), "config", **SECRETS)
     services = yaml.safe_load(told)["services"]
-    assert set(services) == {"postgres", "redis", "api", "worker", "nginx", "prometheus", "grafana"}
+    assert set(services) == {"postgres", "redis", "net", "api", "worker", "nginx", "prometheus", "grafana"}
     assert (
         services["api"]["environment"]["PERMILLE_DATABASE_URL"]
         == "postgresql+psycopg://permille:p@postgres/permille"
@@ -62,6 +62,20 @@ def test_docker_compose_reads_the_compose_file() -> None:
             mounted = Path(source.partition(":")[0])
             if mounted.is_absolute() and mounted.parts[-2] not in ("tls", "secrets", "compose"):
                 assert mounted.is_file(), mounted
+
+
+def test_no_container_shares_the_network_of_one_that_is_replaced() -> None:
+    """A container that joined the network of another one loses it when that one is started again."""
+    told = run("docker-compose", "-f", str(DEPLOY / "compose/compose.yaml"), "config", **SECRETS)
+    services = yaml.safe_load(told)["services"]
+    owners = {mode.removeprefix("service:") for one in services.values() if (mode := one.get("network_mode"))}
+    assert owners == {"net"}
+    # It has no code, settings or files of ours, so no upgrade replaces it.
+    assert services["net"].keys() <= {"image", "command", "init", "restart", "ports", "networks"}
+    for name, service in services.items():
+        if service.get("network_mode"):
+            assert "ports" not in service, name
+            assert "net" in service["depends_on"], name
 
 
 @pytest.mark.slow
@@ -174,8 +188,8 @@ def test_prometheus_scrapes_the_api_as_compose_starts_it(tmp_path: Path) -> None
     """Run Prometheus with our configuration, and an API with the arguments and settings of compose."""
     told = run("docker-compose", "-f", str(DEPLOY / "compose/compose.yaml"), "config", **SECRETS)
     services = yaml.safe_load(told)["services"]
-    for name in ("nginx", "prometheus"):  # They share the network of the API, so they reach it on loopback.
-        assert services[name]["network_mode"] == "service:api"
+    for name in ("api", "nginx", "prometheus"):  # They share a network, so the API is on their loopback.
+        assert services[name]["network_mode"] == "service:net"
     port, own = free_port(), free_port()
     settings = {name: value for name, value in services["api"]["environment"].items() if value}
     assert settings.pop("PERMILLE_WORKER_ROLE") in services["worker"]["environment"]["PERMILLE_DATABASE_URL"]
@@ -249,6 +263,25 @@ def test_kubernetes_takes_the_manifests() -> None:
     ]  # fmt: skip
 
 
+def test_manifests_can_be_applied_again_and_a_node_can_be_drained() -> None:
+    documents = list(_manifests())
+    replicas = {
+        one["metadata"]["name"]: one["spec"].get("replicas")
+        for one in documents
+        if one["kind"] == "Deployment"
+    }
+    for one in documents:
+        if one["kind"] == "PodDisruptionBudget":
+            assert one["spec"]["maxUnavailable"] >= 1
+        if one["kind"] == "Job":  # its template cannot change, so each run needs a name of its own
+            assert "generateName" in one["metadata"] and "name" not in one["metadata"]
+        if one["kind"] == "HorizontalPodAutoscaler":  # a number here would undo its decisions
+            assert replicas[one["spec"]["scaleTargetRef"]["name"]] is None
+    applied = yaml.safe_load((DEPLOY / "kubernetes/kustomization.yaml").read_text())["resources"]
+    found = {file.name for file in (DEPLOY / "kubernetes").glob("*.yaml")}
+    assert {*applied, "migration.yaml", "kustomization.yaml"} == found
+
+
 def test_every_setting_that_is_named_exists() -> None:
     known = {f"PERMILLE_{name}".upper() for name in (*Settings.model_fields, *WorkerSettings.model_fields)}
     texts = [file.read_text() for file in DEPLOY.rglob("*") if file.is_file() and "agent" not in file.name]
@@ -288,5 +321,7 @@ def test_a_schema_is_made_by_a_command_of_its_own(tmp_path: Path) -> None:
 
 
 def _manifests() -> Iterator[dict[str, Any]]:
-    for file in sorted((DEPLOY / "kubernetes").glob("*.yaml")):
+    for file in sorted(
+        {*(DEPLOY / "kubernetes").glob("*.yaml")} - {DEPLOY / "kubernetes/kustomization.yaml"}
+    ):
         yield from yaml.safe_load_all(file.read_text())

@@ -232,6 +232,11 @@ class Redis:
             self.process.wait()
             self.process = None
 
+    def hang(self) -> None:
+        """Stop the server by SIGSTOP. The system still accepts connections, but nothing answers."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGSTOP)
+
     def _answers(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:

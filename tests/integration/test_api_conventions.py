@@ -70,7 +70,7 @@ def test_wrong_body_names_the_field_and_hides_the_value(api: Api) -> None:
 def test_a_parameter_that_comes_twice_is_refused(api: Api, path: str) -> None:
     answer = api.get(f"{path}?limit=no&limit=0&limit=5&other=1&other=2")
     assert answer.status_code == 422
-    errors = [{"location": "query.limit", "message": "expected one value, got 3"}]
+    errors = [{"location": "query.limit", "message": "Give it once, not 3 times"}]
     assert problem_of(answer)["errors"] == errors
 
 
@@ -136,6 +136,45 @@ def test_answers_carry_security_headers_and_allow_no_other_origin(api: Api) -> N
         api.client.options("/v1/models", headers=asked),
     ):
         assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    ("body", "places"),
+    [
+        (b'{"name":"a","name":"b","source":{"kind":"streamed","dataset":"c4"}}', ["body.name"]),
+        (b'{"name":"a","name":"a","source":{"kind":"streamed","dataset":"c4"}}', ["body.name"]),
+        (
+            b'{"name":"a","source":{"kind":"streamed","kind":"file","dataset":"c4","dataset":"c4"}}',
+            ["body.kind", "body.dataset"],
+        ),
+        (
+            '{"name":"a","n\\u0061me":"b","source":{"kind":"streamed","dataset":"c4"}}'.encode("utf-16"),
+            ["body.name"],
+        ),
+    ],
+)
+def test_a_repeated_key_of_a_body_is_refused(api: Api, body: bytes, places: list[str]) -> None:
+    headers = {**api.auth(), "Content-Type": "application/json"}
+    answer = api.client.post("/v1/corpora", content=body, headers=headers)
+    assert answer.status_code == 422
+    assert [error["location"] for error in problem_of(answer)["errors"]] == places
+    assert api.get("/v1/corpora").json()["items"] == []
+
+
+@pytest.mark.parametrize("content_type", ["text/json", "application/json", ""])
+@pytest.mark.parametrize("body", [b"", b'{"name": ', b"[" * 100_000, b"\xff\xfe"])
+def test_a_body_that_is_no_json_is_refused(api: Api, body: bytes, content_type: str) -> None:
+    answer = api.client.post(
+        "/v1/corpora", content=body, headers={**api.auth(), "Content-Type": content_type}
+    )
+    assert answer.status_code in (400, 422)
+    problem_of(answer)
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/v1/health"])
+def test_a_load_balancer_may_ask_for_the_head_of_health(api: Api, path: str) -> None:
+    head, whole = api.client.head(path), api.client.get(path)
+    assert (head.status_code, head.headers["content-length"]) == (200, whole.headers["content-length"])
 
 
 def test_same_key_and_body_make_one_thing(api: Api) -> None:

@@ -1,12 +1,13 @@
 """Jobs on Celery over a real Redis, with real workers. `test_jobs_local` also kills these."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from permille.store.jobs.dispatch import CeleryDispatcher
-from tests.integration.job_site import Redis, Site, job_site, redis_server
+from tests.integration.job_site import TIMEOUT_S, Redis, Site, job_site, redis_server, wait_until
 
 
 def dispatcher_of(site: Site) -> CeleryDispatcher:
@@ -75,4 +76,39 @@ def test_a_worker_that_is_told_nothing_looks_for_jobs_itself(
     site.wait_for_state(first, "succeeded")
     redis.kill()
     for job in [site.submit() for _ in range(3)]:
+        assert site.wait_for_state(job, "succeeded").attempt == 1
+
+
+def test_an_idle_worker_ends_although_its_broker_hangs(site: Site, redis: Redis) -> None:
+    first = site.submit()
+    worker = site.start_worker()
+    site.wait_for_state(first, "succeeded")
+    redis.hang()
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(TIMEOUT_S) == 0
+
+
+def test_a_second_signal_gives_the_job_back_although_the_broker_hangs(site: Site, redis: Redis) -> None:
+    site.settings["DRAIN_S"] = "86400"
+    job = site.submit(steps=10_000, step_s=0.1)
+    worker = site.start_worker()
+    site.wait_for_attempts(1)
+    redis.hang()
+    worker.send_signal(signal.SIGTERM)
+    # The system merges a second signal into the first one until the worker has noticed it.
+    wait_until(lambda: "Warm shutdown" in site.explain(), site.explain)
+    assert site.read(job).state == "running"
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(TIMEOUT_S) == 0
+    after = site.read(job)
+    assert (after.state, after.attempt) == ("queued", 0)
+
+
+def test_a_broker_that_hangs_keeps_no_job(site: Site, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOB_TASKS_SILENCE_S", "0.5")
+    first = site.submit()
+    site.start_worker()
+    site.wait_for_state(first, "succeeded")
+    redis.hang()
+    for job in [site.submit() for _ in range(2)]:
         assert site.wait_for_state(job, "succeeded").attempt == 1

@@ -11,7 +11,9 @@ import pytest
 
 from permille.store import rows
 from permille.store.tables import Job
-from tests.integration.job_site import Site, is_alive, job_site, redis_server, wait_until
+from tests.integration.job_site import TIMEOUT_S, Site, is_alive, job_site, redis_server, wait_until
+from tests.integration.test_slow_requests import stopped
+from tests.unit.store.postgres import postgres_server
 
 
 @pytest.fixture
@@ -162,3 +164,52 @@ def test_workers_killed_at_random_moments_lose_nothing_and_publish_once(site: Si
     assert published == {job.id: site.read(job).fence for job in made}
     fences = [(job_id, fence) for job_id, _, fence, _ in site.attempts()]
     assert len(fences) == len(set(fences))
+
+
+def test_a_worker_ends_although_its_database_hangs(tmp_path: Path) -> None:
+    with postgres_server() as server, job_site(tmp_path, database_url=server.url) as site:
+        site.settings["DRAIN_S"] = "0"
+        first = site.submit()
+        worker = site.start_worker()
+        site.wait_for_state(first, "succeeded")
+        with stopped(server):
+            time.sleep(1)  # now its threads wait for the database
+            worker.send_signal(signal.SIGTERM)
+            assert worker.wait(TIMEOUT_S) == 0
+
+
+def test_a_slot_that_gets_no_thread_takes_the_next_job(site: Site, tmp_path: Path) -> None:
+    """`can't start new thread` is what a limit of processes (a pod's, or of systemd) gives."""
+    (tmp_path / "sitecustomize.py").write_text(NO_THREAD)
+    site.settings.update(LEASE_S="5")
+    job = site.submit(max_attempts=20)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", path)
+        worker = site.start_worker()
+        after = site.wait_for_state(job, "succeeded")
+    assert after.attempt >= 2
+    assert "can't start new thread" in site.explain()
+    assert worker.poll() is None
+
+
+def test_a_worker_without_its_sweeper_ends_so_that_it_is_started_again(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_THREAD.replace("_copy_lines", "collector"))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", path)
+        assert site.start_worker().wait(TIMEOUT_S) == 75
+    assert "the thread sweeper failed, so this worker ends" in site.explain()
+
+
+NO_THREAD = """
+import threading
+start, failed = threading.Thread.start, []
+def limited(self):
+    if "_copy_lines" in self.name and not failed:
+        failed.append(self)
+        raise RuntimeError("can't start new thread")
+    start(self)
+threading.Thread.start = limited
+"""
+"""Code that lets the start of one thread fail once, in each process."""

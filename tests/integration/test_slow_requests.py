@@ -16,8 +16,9 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from permille.schemas.problems import ProblemType
-from permille.store import rows
-from permille_service import console
+from permille.store import database, rows
+from permille.store.database import Patience
+from permille_service import app, console
 from tests.api_service import Api, running_api
 from tests.unit.store.postgres import Server, postgres_server
 
@@ -26,7 +27,7 @@ THREADS = 40  # the default of anyio
 LONG_S = 60.0
 
 
-def test_more_slow_requests_than_threads_leave_health_a_connection(
+def test_a_service_whose_threads_are_all_busy_is_alive_and_not_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, end, list_all = threading.Semaphore(0), threading.Event(), rows.list_all
@@ -44,9 +45,16 @@ def test_more_slow_requests_than_threads_leave_health_a_connection(
             answers = [pool.submit(api.get, "/v1/corpora") for _ in range(THREADS + 5)]
             assert all(entered.acquire(timeout=LONG_S) for _ in range(THREADS))
             assert api.client.get("/livez").status_code == 200
-            assert api.client.get("/readyz").status_code == 200
+            monkeypatch.setattr(console, "ANSWER_S", 0.2)
+            refused = api.client.get("/readyz")
+            assert (refused.status_code, refused.json()["detail"]) == (
+                503,
+                "a thread for requests did not answer in time",
+            )
+            monkeypatch.setattr(console, "ANSWER_S", LONG_S)
             end.set()
             assert {answer.result(LONG_S).status_code for answer in answers} == {200}
+            assert api.client.get("/readyz").status_code == 200
 
 
 def test_a_server_that_hangs_does_not_stop_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,3 +102,30 @@ def stopped(server: Server) -> Iterator[None]:
     finally:
         for pid in processes:
             os.kill(pid, signal.SIGCONT)
+
+
+def test_a_locked_table_holds_up_no_other_request(tmp_path: Path) -> None:
+    """More requests than threads wait for one lock. Each gives up within a bound."""
+    with postgres_server() as server, running_api(tmp_path, database_url=server.url) as api:
+        with psycopg.connect(server.url.replace("+psycopg", "")) as other:
+            other.execute("LOCK TABLE models IN ACCESS EXCLUSIVE MODE")
+            with ThreadPoolExecutor(THREADS + 5) as pool:
+                blocked = [pool.submit(api.get, "/v1/models") for _ in range(THREADS + 5)]
+                assert api.client.get("/livez").status_code == 200
+                assert api.get("/v1/jobs").status_code == 200
+                assert api.client.get("/readyz").status_code == 200
+                answers = {answer.result(LONG_S).status_code for answer in blocked}
+            assert answers == {503}
+        assert api.get("/v1/models").status_code == 200
+
+
+def test_a_database_that_falls_silent_is_a_503_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "REQUESTS", Patience(lock_s=0.5, answer_s=1.0))
+    monkeypatch.setattr(database, "CONNECT_S", 2)
+    with postgres_server() as server, running_api(tmp_path, database_url=server.url) as api:
+        assert api.get("/v1/jobs").status_code == 200
+        with stopped(server):
+            assert api.get("/v1/jobs").json()["type"] == ProblemType.UNAVAILABLE.uri
+        assert api.get("/v1/jobs").status_code == 200

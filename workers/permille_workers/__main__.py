@@ -7,15 +7,11 @@ run back into the queue. A second SIGTERM ends the wait at once.
 
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
-
-from sqlalchemy.exc import DBAPIError
+from functools import partial
 
 from permille.errors import OperatorError, RetryableError
 from permille.store.blobs.folder import open_blobs
@@ -27,10 +23,16 @@ from permille_workers.runtime.metrics import serve_metrics
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import CHILD_COMMAND, Shutdown, Supervisor
 from permille_workers.runtime.sweeper import Sweeper
+from permille_workers.runtime.threads import (
+    EXIT_RETRY,
+    EXIT_USAGE,
+    end_in_time,
+    end_on_signals,
+    start_thread,
+    try_step,
+)
 
 _log = logging.getLogger(__name__)
-EXIT_USAGE, EXIT_RETRY = 2, 75
-"""Exit statuses. 75 (EX_TEMPFAIL of sysexits.h) tells a supervisor to start the process again later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +51,9 @@ class LocalWorker:
         sweeper = Sweeper(
             name=self.name, db=self.db, blobs=blobs, settings=self.settings, shutdown=self.shutdown
         )
-        threads = [threading.Thread(target=sweeper.run, name="sweeper")]
-        threads += [
-            threading.Thread(target=self._serve, name=f"slot-{index}")
-            for index in range(self.settings.concurrency)
-        ]
-        for thread in threads:
-            thread.start()
+        slots = range(self.settings.concurrency)
+        threads = [start_thread(sweeper.run, "sweeper")]
+        threads += [start_thread(self._serve, f"slot-{index}") for index in slots]
         for thread in threads:
             thread.join()
 
@@ -64,14 +62,14 @@ class LocalWorker:
             db=self.db, settings=self.settings, shutdown=self.shutdown, child_command=self.child_command
         )
         outage = Outage(_log, "the database or the machine has a fault")
+
+        def run_next() -> None:
+            if not supervisor.run_next(self.name):
+                self.shutdown.asked.wait(self.settings.poll_s)
+
         while not self.shutdown.asked.is_set():
-            try:
-                found = supervisor.run_next(self.name)
-                outage.note(None)
-                if not found:
-                    self.shutdown.asked.wait(self.settings.poll_s)
-            except (DBAPIError, OSError, OperatorError) as exc:  # the job's lease expires, so it runs again
-                outage.note(exc)
+            # If a step fails after it has claimed a job, the lease of the job expires, so it runs again.
+            if not try_step(run_next, outage):
                 self.shutdown.asked.wait(self.settings.poll_s)
 
 
@@ -85,10 +83,11 @@ def run_worker(settings: WorkerSettings, *, child_command: Sequence[str] = CHILD
     migrate(url)
     db = Database(url)
     shutdown = Shutdown()
+    start_thread(partial(end_in_time, shutdown), "deadline")
     name = f"{socket.gethostname()}-{os.getpid()}"
     try:
         if settings.broker_url is None:
-            _on_signals(shutdown, settings.drain_s)
+            end_on_signals(shutdown, settings.drain_s)
             LocalWorker(
                 db=db, settings=settings, shutdown=shutdown, name=name, child_command=child_command
             ).run()
@@ -105,14 +104,6 @@ def run_worker(settings: WorkerSettings, *, child_command: Sequence[str] = CHILD
             )
     finally:
         db.close()
-
-
-def _on_signals(shutdown: Shutdown, drain_s: float) -> None:
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        shutdown.ask(drain_s)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
 
 
 def main() -> int:

@@ -24,6 +24,8 @@ TASK_NAME = "permille.run_job"
 QUEUE = "permille"
 # The longest time that a request waits for the broker. If a message fails, the sweeper sends it again.
 SEND_TIMEOUT_S = 3.0
+# The longest time that a worker waits for an answer of the broker.
+ANSWER_S = 5.0
 _NOTED_EVERY: Final = timedelta(minutes=1)
 _SILENT_FOR: Final = timedelta(minutes=5)
 # Rows of workers that never come back are deleted after this time.
@@ -95,7 +97,14 @@ def celery_app(broker_url: str) -> Any:
         worker_enable_remote_control=False,
         worker_send_task_events=False,
         broker_connection_retry_on_startup=True,
-        broker_transport_options={"socket_keepalive": True, "health_check_interval": 10},
+        broker_connection_timeout=ANSWER_S,
+        broker_transport_options={
+            "socket_keepalive": True,
+            "health_check_interval": 10,
+            # Without these, a worker would wait for ever for a broker that hangs.
+            "socket_timeout": ANSWER_S,
+            "socket_connect_timeout": ANSWER_S,
+        },
     )
     return app
 

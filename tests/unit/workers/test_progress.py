@@ -260,7 +260,7 @@ def test_a_sweep_outlives_what_nobody_thought_of_and_tells_of_a_bucket_once_when
         shutdown.ask(0.0)
         thread.join()
     told = [record.getMessage() for record in caplog.records if "sweep" in record.getMessage()]
-    away = "cannot sweep the folders and blobs"
+    away = "cannot sweep the blobs"
     assert told == [away, f"{away}: {missing}", f"{away}: {refused}", f"over: {away}"]
 
 

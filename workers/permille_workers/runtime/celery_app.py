@@ -17,16 +17,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from celery import signals
-from sqlalchemy.exc import DBAPIError
 
-from permille.errors import OperatorError, RetryableError
+from permille.errors import RetryableError
 from permille.store.blobs.folder import open_blobs
 from permille.store.database import Database
 from permille.store.jobs.dispatch import QUEUE, TASK_NAME, CeleryDispatcher, celery_app
+from permille.telemetry import Outage
 from permille_workers.runtime import broker
 from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import CHILD_COMMAND, Shutdown, Supervisor
 from permille_workers.runtime.sweeper import Sweeper
+from permille_workers.runtime.threads import end_on_signals, start_thread, try_step
 
 _log = logging.getLogger(__name__)
 
@@ -53,16 +54,17 @@ class _Slots:
     def watch_queue(self) -> None:
         """Look for jobs in the database whenever no message has come for a while, until the shutdown."""
         shutdown, silence_s = self.supervisor.shutdown, RESEND_AFTER_S
+        outage = Outage(_log, "the database or the machine has a fault")
         while not shutdown.asked.wait(silence_s):
             if time.monotonic() - self._message_at < silence_s or not self._free.acquire(blocking=False):
                 continue
-            try:
-                while not shutdown.asked.is_set() and self.supervisor.run_next(self.name):
-                    _log.warning("no message came for %.0f s, but a job was due", silence_s)
-            except (DBAPIError, OSError, OperatorError) as exc:
-                _log.warning("the database or the machine has a fault; trying again: %s", exc)
-            finally:
-                self._free.release()
+            try_step(self._run_due, outage)
+            self._free.release()
+
+    def _run_due(self) -> None:
+        shutdown = self.supervisor.shutdown
+        while not shutdown.asked.is_set() and self.supervisor.run_next(self.name):
+            _log.warning("no message came for %.0f s, but a job was due", RESEND_AFTER_S)
 
 
 def make_app(broker_url: str, slots: _Slots) -> Any:
@@ -97,6 +99,8 @@ def run_celery_worker(
 
     def on_shutdown(**_: object) -> None:
         shutdown.ask(settings.drain_s)
+        # Celery ignores a second SIGTERM.
+        end_on_signals(shutdown, settings.drain_s)
 
     # Celery's default is a weak reference to a handler. `weak=False` keeps this local function alive.
     signals.worker_shutting_down.connect(on_shutdown, weak=False)
@@ -105,12 +109,7 @@ def run_celery_worker(
     sweeper = Sweeper(
         name=name, db=db, blobs=blobs, settings=settings, shutdown=shutdown, dispatcher=dispatcher
     )
-    threads = [
-        threading.Thread(target=sweeper.run, name="sweeper", daemon=True),
-        threading.Thread(target=slots.watch_queue, name="watch", daemon=True),
-    ]
-    for thread in threads:
-        thread.start()
+    threads = [start_thread(sweeper.run, "sweeper"), start_thread(slots.watch_queue, "watch")]
     worker = app.Worker(
         pool="threads",
         concurrency=settings.concurrency,

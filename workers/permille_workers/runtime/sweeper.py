@@ -6,7 +6,6 @@ Once an hour by default, one of the workers applies the retention rules and dele
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from importlib.util import find_spec
 
 from sqlalchemy.exc import DBAPIError
 
-from permille.errors import PermilleError
 from permille.package.blobs import BlobFolder
 from permille.store import devices, uploads
 from permille.store.database import Database
@@ -32,6 +30,7 @@ from permille_workers.runtime import webhooks
 from permille_workers.runtime.metrics import count_sweep
 from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
+from permille_workers.runtime.threads import start_thread, try_step
 from permille_workers.runtime.work_folders import remove_ended
 
 # If this many messages wait in the broker, the sweeper sends no more. More are not needed, because each
@@ -42,6 +41,8 @@ _ENOUGH_MESSAGES = 100
 _UNFINISHED_BLOB_S = 86_400.0
 _LOOK_S = 60.0  # seconds between two checks for a due collection, and for a clock that was set back
 _BUCKET_EVERY_S = 60.0  # a bucket is swept less often, because its provider charges for each listing
+
+Step = Callable[[], object]
 
 _log = logging.getLogger(__name__)
 
@@ -66,22 +67,52 @@ class Sweeper:
         """Sweep every `sweep_s` seconds, and a bucket once a minute. Log failures, and try again."""
         every_s = 0.0 if self.settings.blob_bucket is None else _BUCKET_EVERY_S
         blobs_due = clock_due = time.monotonic()
-        rows = Outage(_log, "cannot sweep the database")
-        blobs = Outage(_log, "cannot sweep the folders and blobs")
-        threading.Thread(target=self.run_collections, name="collector", daemon=True).start()
+        schema, clock = Outage(_log, "cannot sweep the database"), Outage(_log, "cannot correct times")
+        rows, blobs = (
+            [(step, Outage(_log, f"cannot {what}")) for what, step in steps.items()]
+            for steps in (self._row_steps(), self._blob_steps())
+        )
+        start_thread(self.run_collections, "collector")
         # Webhooks have a thread of their own, so that a slow receiver does not delay the sweep.
-        threading.Thread(target=self.run_webhooks, name="webhooks", daemon=True).start()
+        start_thread(self.run_webhooks, "webhooks")
         while not self.shutdown.asked.wait(self.settings.sweep_s):
-            if time.monotonic() >= clock_due and _try_step(self._pull_back, rows):
+            # A worker of an older version must not work on a migrated database.
+            if not try_step(self._check_schema, schema):
+                continue
+            if time.monotonic() >= clock_due and try_step(self._pull_back, clock):
                 clock_due = time.monotonic() + _LOOK_S
-            due = _try_step(self._sweep_rows, rows) and time.monotonic() >= blobs_due
-            if due and _try_step(self._sweep_blobs, blobs):
-                blobs_due = time.monotonic() + every_s
+            for step, outage in rows:
+                try_step(step, outage)
+            if time.monotonic() >= blobs_due:
+                done = [try_step(step, outage) for step, outage in blobs]
+                blobs_due = time.monotonic() + every_s * all(done)
 
     def sweep(self) -> None:
-        """Sweep the database and the blobs once."""
-        self._sweep_rows()
-        self._sweep_blobs()
+        """Sweep the database and the blobs once. Raises the first error."""
+        self._check_schema()
+        for step in (*self._row_steps().values(), *self._blob_steps().values()):
+            step()
+
+    def _row_steps(self) -> dict[str, Step]:
+        """Return the steps of a sweep of the database. If one fails, the others still run."""
+        return {
+            "end expired leases": self._end_leases,
+            # This may add jobs, for which the next step sends messages.
+            "end rounds": partial(rounds.sweep, self.db),
+            "send lost messages": self._resend,
+            "advance rollouts": partial(rollouts.sweep, self.db),
+            "delete expired tokens": self._delete_tokens,
+            "record that this worker runs": self._note_worker,
+        }
+
+    def _blob_steps(self) -> dict[str, Step]:
+        return {
+            "remove the folders of ended jobs": partial(
+                remove_ended, self.db, self.settings.work_root, self.blobs
+            ),
+            "erase uploads": partial(uploads.sweep, self.db, self.blobs),
+            "sweep the blobs": self._sweep_blobs,
+        }
 
     def _pull_back(self) -> None:
         if moved := pull_back(self.db):
@@ -89,23 +120,25 @@ class Sweeper:
                 "the clock was set back, so the due times and leases of %d jobs were corrected", moved
             )
 
-    def _sweep_rows(self) -> None:
+    def _check_schema(self) -> None:
         with self.db.read() as session:
             check_newest(session)
+
+    def _end_leases(self) -> None:
         report = claims.sweep(self.db)
         count_sweep(report)
         if report.requeued or report.died or report.cancelled:
             _log.info("swept expired leases: %s", report)
-        rounds.sweep(self.db)  # this may add jobs, for which `_resend` sends messages
-        self._resend()
-        rollouts.sweep(self.db)
+
+    def _delete_tokens(self) -> None:
         with self.db.write() as session:
             devices.purge_expired(session)
+
+    def _note_worker(self) -> None:
+        with self.db.write() as session:
             note_worker(session, name=self.name, exports=find_spec("executorch") is not None)
 
     def _sweep_blobs(self) -> None:
-        remove_ended(self.db, self.settings.work_root, self.blobs)
-        uploads.sweep(self.db, self.blobs)
         self.blobs.sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
 
     def run_webhooks(self) -> None:
@@ -113,7 +146,7 @@ class Sweeper:
         send = partial(webhooks.post, allow_private=self.settings.webhook_private)
         outage = Outage(_log, "cannot send webhooks")
         while not self.shutdown.asked.wait(self.settings.sweep_s):
-            _try_step(lambda: webhooks.send_due(self.db, send), outage)
+            try_step(lambda: webhooks.send_due(self.db, send), outage)
 
     def run_collections(self) -> None:
         """Every `collect_every_s` seconds, apply the retention rules and delete unreferenced blobs.
@@ -132,8 +165,8 @@ class Sweeper:
             if turn:
                 own = time.monotonic()
                 # If the rules fail, perhaps the disk is full, and the collection frees space.
-                _try_step(partial(rules.apply_all, self.db), Outage(_log, "cannot apply retention rules"))
-                _try_step(self._collect, Outage(_log, "cannot collect"))
+                try_step(partial(rules.apply_all, self.db), Outage(_log, "cannot apply retention rules"))
+                try_step(self._collect, Outage(_log, "cannot collect"))
 
     def _collect(self) -> None:
         with self.db.read() as session:
@@ -154,17 +187,3 @@ class Sweeper:
         if refused:
             with self.db.write() as session:
                 claims.mark_undispatched(session, refused)
-
-
-def _try_step(work: Callable[[], object], outage: Outage) -> bool:
-    """Run one step, and return whether it succeeded. If it fails, log the failure."""
-    try:
-        work()
-    except (DBAPIError, OSError, PermilleError) as exc:
-        outage.note(exc)
-        return False
-    except Exception:  # noqa: BLE001 - if this thread ended, jobs of killed workers would wait for ever
-        _log.exception("%s", outage.what)
-        return False
-    outage.note(None)
-    return True
