@@ -23,6 +23,7 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.conversion import modern_folder
 from permille.models.gguf.folder import model_folder
+from permille.models.settings import within_positions
 from permille.models.sources import download_model
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenAdapter, ChosenMask, pack_model, write_manifest
@@ -140,7 +141,7 @@ def sensitivity_mask(
 
     count(density, 1)  # refuses a wrong density before scoring, which takes minutes
     checkpoint = Checkpoint(model.folder)
-    length = _length(checkpoint, tokens)
+    length = within_positions(checkpoint.config, tokens)
     tokenizer, opened = loading.FileTokenizer(model.folder), loading.load_model(model.folder)
     sequences_NT = token_sequences(tokenizer, _checked(texts), sequences, length, seed)
     for remark in remarks(check_base(opened, sequences_NT, bos=tokenizer.known_bos)):
@@ -204,15 +205,10 @@ def _reference_rows(checkpoint: Checkpoint, texts: Iterable[str]) -> NDArray[np.
     from permille.models.loading import FileTokenizer
     from permille.training.reference import REFERENCE_SEED, TEXT_ROWS, TEXT_TOKENS
 
-    length = _length(checkpoint, TEXT_TOKENS)
+    length = within_positions(checkpoint.config, TEXT_TOKENS)
     tokenizer = FileTokenizer(checkpoint.folder)
     # Use a fixed seed, so that the same texts give the same package.
     return token_sequences(tokenizer, _checked(texts), TEXT_ROWS, length, REFERENCE_SEED)
-
-
-def _length(checkpoint: Checkpoint, tokens: int) -> int:
-    """Return a length of sequences that the model accepts: `tokens`, or its number of positions."""
-    return min(tokens, int(checkpoint.config.get("max_position_embeddings") or tokens))
 
 
 def _with_reference(package: Package, model: Model, text_NT: NDArray[np.int64] | None) -> Package:

@@ -175,3 +175,18 @@ def positive(name: str, value: object) -> float:
 def unsupported(expected: str, got: object) -> InputError:
     """Return an error for a setting that this engine does not support."""
     return InputError(f"The light engine needs {expected}, got {got!r:.200}; {HINT}")
+
+
+def within_positions(config: Mapping[str, Any], wanted: int) -> int:
+    """Return `wanted`, or the number of positions of the model if it has fewer.
+
+    A config in which `max_position_embeddings` is missing or null sets no limit.
+
+    Raises:
+        InputError: the number is not whole, or below 1.
+
+    Example:
+        >>> within_positions({"max_position_embeddings": 512}, 2048)
+        512
+    """
+    return min(wanted, Settings(config).optional_size("max_position_embeddings", None) or wanted)

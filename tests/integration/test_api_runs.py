@@ -1,5 +1,6 @@
 """Runs: metrics have a closed schema, and logs are bounded, private and erasable."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,11 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from permille.digests import digest_of
-from permille.schemas.runs import LOG_MEDIA_TYPE, STATE_MEDIA_TYPE
+from permille.schemas.runs import LOG_MEDIA_TYPE, STATE_MEDIA_TYPE, RunMetrics
+from permille.store import runs, tables
 from tests.api_service import Api, TestDevice, new_run_id, run_metrics, running_api
+from tests.unit.store.postgres import postgres_server
+from tests.unit.store.test_logs_at_once import wait_until_it_waits
 
 
 def put_log(api: Api, run_id: str, content: Any, token: str, media_type: str = LOG_MEDIA_TYPE) -> Any:
@@ -36,6 +40,26 @@ def test_an_agent_that_measures_no_general_loss_reports_as_before(api: Api) -> N
     assert api.post("/v1/runs", body, token).status_code == 201
     assert api.post("/v1/runs", body, token).status_code == 200
     assert {api.get(f"/v1/runs/{run_id}", token).json()["metrics"][name] for name in new} == {None}
+
+
+@pytest.mark.parametrize(("steps", "status"), [(run_metrics()["steps"], 200), (11, 409)])
+def test_a_report_that_comes_twice_at_once_is_stored_once(tmp_path: Path, steps: int, status: int) -> None:
+    """The second request looks for the run before the first one has committed it."""
+    with postgres_server() as server, running_api(tmp_path, database_url=server.url) as api:
+        device, run_id = api.device(), new_run_id()
+        token, body = device.token(), {"run_id": run_id, "metrics": run_metrics(steps=steps)}
+        first = RunMetrics.model_validate(run_metrics()).model_dump(mode="json", exclude_unset=True)
+        db = api.service.database
+        with db.read() as session:
+            tenant_id = session.get_one(tables.Device, device.id).tenant_id
+        with ThreadPoolExecutor(1) as pool:
+            with db.write() as session:
+                runs.report(session, tenant_id=tenant_id, device_id=device.id, run_id=run_id, metrics=first)
+                session.flush()
+                second = pool.submit(api.post, "/v1/runs", body, token)
+                wait_until_it_waits(db, second)
+            assert second.result(60).status_code == status
+        assert len(api.get("/v1/runs").json()["items"]) == 1
 
 
 def test_same_report_again_changes_nothing_and_another_is_a_conflict(api: Api) -> None:

@@ -76,7 +76,8 @@ _LOG_BODY: dict[str, Any] = {
 def create_run(body: RunCreate, response: Response, service: Served, device: CallingDevice) -> Run:
     """Report a run. A report holds numbers and words from fixed lists, never the user's text. The device
     chooses the id of the run, so that a report that it sends twice is stored once."""
-    with service.database.write() as session:
+
+    def work(session: Session) -> tuple[tables.Run, bool]:
         row, created = runs.report(
             session,
             tenant_id=device.tenant_id,
@@ -86,6 +87,10 @@ def create_run(body: RunCreate, response: Response, service: Served, device: Cal
         )
         if created:
             uploads.check_runs(session, device_id=device.device_id, quota=service.settings.quota)
+        return row, created
+
+    # If two equal reports come at once, the second one fails to insert its row. It then finds the first one.
+    row, created = service.database.transact(work)
     response.status_code = 201 if created else 200
     response.headers["Location"] = f"/v1/runs/{row.run_id}"
     return present(row)

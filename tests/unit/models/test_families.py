@@ -18,6 +18,7 @@ from permille.models.families import (
     layer_of,
     scoped_tensors,
 )
+from permille.models.settings import within_positions
 
 _SIZES: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32}
 _SHARED = _SIZES | {"num_hidden_layers": 3, "num_attention_heads": 4}
@@ -188,3 +189,22 @@ def test_old_checkpoint_names_are_mapped_and_buffers_dropped() -> None:
     assert canonical_name(opt, "decoder.layers.0.fc1.weight") == "model.decoder.layers.0.fc1.weight"
     assert canonical_name(tied, "lm_head.weight") is None
     assert canonical_name(neox, "lm_head.weight") == "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({}, 2048),
+        ({"max_position_embeddings": None}, 2048),
+        ({"max_position_embeddings": 512}, 512),
+        ({"max_position_embeddings": 10**12}, 2048),
+    ],
+)
+def test_sequences_are_no_longer_than_the_positions_of_a_model(config: dict[str, Any], length: int) -> None:
+    assert within_positions(config, 2048) == length
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "512", [512], True])
+def test_positions_that_are_no_whole_number_are_refused(value: object) -> None:
+    with pytest.raises(InputError, match=r"max_position_embeddings in config\.json must be a whole number"):
+        within_positions({"max_position_embeddings": value}, 2048)

@@ -113,11 +113,11 @@ def begun(db: Database, pool: ThreadPoolExecutor, work: Callable[[Session], Seco
             return work(session)
 
     other = pool.submit(run)
-    _wait_until_it_waits(db, other)
+    wait_until_it_waits(db, other)
     return other
 
 
-def _wait_until_it_waits(db: Database, other: Future[Second]) -> None:
+def wait_until_it_waits(db: Database, other: Future[Second]) -> None:
     """Wait until `other` waits for a lock, or has ended.
 
     On SQLite this returns at once, because a second writer waits at its beginning.

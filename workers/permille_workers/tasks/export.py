@@ -1,6 +1,7 @@
 """The export job: export a package's forward pass as an ExecuTorch program, and add it to a new package."""
 
 from permille.errors import InputError
+from permille.models.settings import within_positions
 from permille.package.build import write_manifest
 from permille.schemas.packages import ExportCreate
 from permille_workers.runtime.context import Publish, TaskContext
@@ -21,7 +22,7 @@ def run(context: TaskContext, request: ExportCreate) -> Publish:
     row, manifest, package = open_parent(context, request.package_digest)
     context.progress(0.0, "exporting")
     shape = ProgramShape(variants=request.variants, rows=request.rows, tokens=request.tokens)
-    positions = int(package.config.get("max_position_embeddings") or request.tokens)
+    positions = within_positions(package.config, request.tokens)
     if request.tokens > positions:
         raise InputError(
             f"The model has {positions} positions, too few for {request.tokens} tokens. Request fewer tokens."

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from permille.digests import JSON
 from permille.files import write_atomic
 from permille.models.families import scoped_tensors
+from permille.models.settings import within_positions
 from permille.package.layers import write_mask
 from permille.package.manifest import decimal_text
 from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
@@ -145,8 +146,8 @@ def _draw(context: TaskContext, model: SourceModel, request: FisherMaskCreate) -
 
     corpus = open_corpus(context, request.corpus_id)
     context.progress(0.01, "reading the corpus")
-    most = int(model.checkpoint.config.get("max_position_embeddings") or request.length)
-    sampling = Sampling(number=request.sequences, length=min(request.length, most), seed=request.seed)
+    length = within_positions(model.checkpoint.config, request.length)
+    sampling = Sampling(number=request.sequences, length=length, seed=request.seed)
     sequences = corpus.sequences(FileTokenizer(model.checkpoint.folder), sampling)
     return shard.Drawn(tokens_NT=sequences.tokens_NT, provenance=corpus.provenance, read=sequences.read)
 

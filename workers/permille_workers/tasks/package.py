@@ -12,6 +12,7 @@ import numpy as np
 
 from permille.digests import JSON
 from permille.errors import InputError
+from permille.models.settings import within_positions
 from permille.package.build import ChosenAdapter, ChosenMask, write_layers, write_manifest
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
@@ -99,7 +100,7 @@ def _with_reference(
     text_NT = np.empty((0, TEXT_TOKENS), np.int64)
     if corpus_id is not None:
         corpus = open_corpus(context, corpus_id)
-        length = min(TEXT_TOKENS, int(model.checkpoint.config.get("max_position_embeddings") or TEXT_TOKENS))
+        length = within_positions(model.checkpoint.config, TEXT_TOKENS)
         wanted = Sampling(number=TEXT_ROWS, length=length, seed=REFERENCE_SEED)
         sequences, _ = evaluation_sequences(FileTokenizer(folder), corpus, wanted)
         text_NT, made = sequences.tokens_NT, {**made, "corpus": corpus.provenance}

@@ -10,6 +10,7 @@ from typing import cast
 from permille.engines.factory import open_engine
 from permille.engines.interface import GradientEngine
 from permille.errors import InputError
+from permille.models.settings import within_positions
 from permille.package.manifest import decimal_text
 from permille.schemas.packages import PoolingCreate
 from permille.tokenizer_files import SETTINGS_FILES
@@ -37,7 +38,7 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
     # `tokenizer_config.json` says whether a text begins with BOS.
     for name in package.manifest.files().keys() & {"tokenizer.json", *SETTINGS_FILES}:
         (context.work_folder / name).write_bytes(package.file(name))
-    length = min(request.length, int(package.config.get("max_position_embeddings") or request.length))
+    length = within_positions(package.config, request.length)
     sampling = Sampling(number=request.sequences, length=length, seed=request.seed)
     sequences = corpus.sequences(FileTokenizer(context.work_folder), sampling)
     context.progress(0.02, "loading the package")

@@ -14,6 +14,7 @@ from permille.digests import JSON
 from permille.errors import InputError, OperatorError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
+from permille.models.settings import within_positions
 from permille.package.build import code, plain_tensors
 from permille.package.layers import write_dense, write_plain
 from permille.package.manifest import Quantization
@@ -185,7 +186,7 @@ def _perplexity(
     corpus = open_corpus(context, request.evaluation_corpus_id)
     context.progress(_QUANTIZED, "reading the evaluation text")
     folder = model.checkpoint.folder
-    length = min(_LONGEST_EVALUATION, int(model.checkpoint.config.get("max_position_embeddings", 1 << 30)))
+    length = within_positions(model.checkpoint.config, _LONGEST_EVALUATION)
     # To choose n sequences, calibration reads up to POOL * n sequences of the corpus. Skip all tokens that it
     # may have read. `used` is their number in sequences of this length, rounded up.
     used = -(-POOL * coded.used.get(request.evaluation_corpus_id, 0) // length)

@@ -23,6 +23,7 @@ from permille.digests import JSON
 from permille.files import fsync_folder
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import layer_of
+from permille.models.settings import within_positions
 from permille.package.manifest import decimal_text
 from permille.pruning.streaming import LinearReport, PruningReport, PruningText, prune_model
 from permille.schemas.inputs import SparsifiedModel
@@ -102,9 +103,7 @@ def _made(context: TaskContext, model: SourceModel, request: SparsificationCreat
     corpus = open_corpus(context, request.corpus_id)
     context.progress(0.01, "reading the corpus")
     tokenizer = FileTokenizer(model.checkpoint.folder)
-    length = min(
-        request.length, int(model.checkpoint.config.get("max_position_embeddings") or request.length)
-    )
+    length = within_positions(model.checkpoint.config, request.length)
 
     def sampling(number: int, skip: int) -> Sampling:
         # To choose n sequences, a draw reads up to POOL * n sequences of the corpus. `skip` is the number of
