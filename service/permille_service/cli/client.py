@@ -51,6 +51,8 @@ _WHOLE = {
 
 TIMEOUT_S = 30.0
 CONNECT_S = 5.0
+READ_FILE_S = 200.0
+"""Time for the registration of a file. The service reads its head for at most three minutes."""
 LOOK_S = 2.0
 PATIENCE_S = 60.0
 """Time for which a stream of events is resumed although the service does not answer."""
@@ -95,7 +97,9 @@ class Client:
         given = {name: value for name, value in params.items() if value is not None}
         return _json(self._send("GET", path, params=given))
 
-    def post(self, path: str, body: Any = None, *, key: str | None = None) -> Any:
+    def post(
+        self, path: str, body: Any = None, *, key: str | None = None, timeout_s: float = TIMEOUT_S
+    ) -> Any:
         """Send a POST and return its JSON. Without a `key`, use a fresh idempotency key.
 
         If the connection breaks, the request is sent once more. The key keeps the repetition from creating a
@@ -105,12 +109,13 @@ class Client:
             CommandError: the service refuses the request or does not answer.
         """
         headers = {"Idempotency-Key": key or f"cli-{uuid.uuid4()}"}
+        options = {"json": body, "headers": headers, "timeout": httpx.Timeout(timeout_s, connect=CONNECT_S)}
         try:
-            response = self._send("POST", path, json=body, headers=headers)
+            response = self._send("POST", path, **options)
         except CommandError as exc:
             if exc.code is not Exit.RETRY or exc.problem is not None:
                 raise
-            response = self._send("POST", path, json=body, headers=headers)
+            response = self._send("POST", path, **options)
         return _json(response)
 
     def put(self, path: str, body: Any) -> Any:

@@ -6,6 +6,7 @@ import typer
 
 from permille.errors import InputError
 from permille.models.ollama import ollama_file
+from permille_service.cli.client import READ_FILE_S
 from permille_service.cli.commands import AsJson, Key, add_deletion, add_list, add_show, command
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.output import make_output
@@ -57,7 +58,9 @@ def add_model(
     elif gguf is not None or ollama is not None:
         source = {"kind": "gguf", "path": gguf or _ollama_path(ollama or "")}
     try:
-        added = session.client.post("/v1/models", {"name": name, "source": source}, key=key)
+        added = session.client.post(
+            "/v1/models", {"name": name, "source": source}, key=key, timeout_s=READ_FILE_S
+        )
     except CommandError as exc:
         if ollama is None or exc.code is not Exit.NOT_FOUND:
             raise
@@ -112,7 +115,9 @@ def add_corpus(
     source = {"kind": "streamed", "dataset": streamed, "split": split}
     if file is not None:
         source = {"kind": "file", "path": file}
-    added = session.client.post("/v1/corpora", {"name": name, "source": source}, key=key)
+    added = session.client.post(
+        "/v1/corpora", {"name": name, "source": source}, key=key, timeout_s=READ_FILE_S
+    )
     session.output.show(added)
     session.output.say_next(f"permille builds create --model MODEL --corpus {name}")
 

@@ -51,7 +51,7 @@ class Collections(Client):
         self.asked.append(path)
         return self.rows.get(path.rpartition("/")[2], [])
 
-    def post(self, path: str, body: Any = None, *, key: str | None = None) -> Any:
+    def post(self, path: str, body: Any = None, *, key: str | None = None, timeout_s: float = 30.0) -> Any:
         return {"invitation": "code"}
 
     def get(self, path: str, **_: str | int | None) -> Any:
