@@ -3,9 +3,13 @@
 import gc
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from unittest.mock import patch
 
 import pytest
+
+from permille.sandbox import process
+from tests.preloaded import FORKED
 
 
 def pytest_configure() -> None:
@@ -29,3 +33,10 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.freeze()
     gc.enable()
     return collected
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_trials() -> Iterator[None]:
+    """Fork the process that tries a package before its installation. Hundreds of tests install one."""
+    with patch.object(process, "subprocess", FORKED):
+        yield

@@ -32,6 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any, ClassVar, NoReturn, cast
 
 ROOT = Path(__file__).parents[1]
@@ -40,11 +41,12 @@ SERVED = (
     "permille_workers",
     "permille_agent.__main__",
     "permille_agent.daemon.training_child",
+    "permille_agent.link.install",
     "permille_keeper",
     "tests.",
 )
 """Beginnings of the names of the modules that are run in forked processes."""
-LEAVES = ("permille_service.__main__", "permille_workers.runtime.child")
+LEAVES = ("permille_service.__main__", "permille_workers.runtime.child", "permille_agent.link.install")
 """Programs that start none of these."""
 PROGRAMS = ("permille_agent", "permille_keeper", "permille_service", "permille_workers")
 NOT_IMPORTED = (".__main__", ".migrations.env", "._kernels")  # programs, and a library of C
@@ -122,11 +124,22 @@ class Process(subprocess.Popen[Any]):
         return cls._servers[torch]
 
 
+def _forked() -> SimpleNamespace:
+    """Return what `subprocess` has, with `Process` in the place of `Popen`."""
+    names = {**vars(subprocess), "Popen": Process}
+    run = FunctionType(subprocess.run.__code__, names)
+    run.__kwdefaults__ = subprocess.run.__kwdefaults__
+    return SimpleNamespace(**names | {"run": run})
+
+
+FORKED = _forked()
+"""The module `subprocess` for a module whose programs are to be forked."""
+
+
 def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
     """Run a command like `subprocess.run` with `text` and `capture_output`."""
-    with Process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
-        output, errors = process.communicate()
-        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+    done: subprocess.CompletedProcess[str] = FORKED.run(command, capture_output=True, text=True, **options)
+    return done
 
 
 def children(pid: int) -> list[int]:
@@ -142,7 +155,7 @@ def _order(args: Any, cwd: Any, env: Any, *, prepare: Any, new_session: bool) ->
     if words[0] != sys.executable or options not in ([], ["-P"]):
         return None
     module, *arguments = words[len(options) + 2 :]
-    if not _program(module).startswith(SERVED) or _read_at_start(environment) != _read_at_start(_at_start):
+    if not _program(module).startswith(SERVED) or _differs_at_start(environment):
         return None
     return _Order(
         module=module,
@@ -166,9 +179,13 @@ def _runs_jobs(order: _Order) -> bool:
     return order.module == "permille_workers"
 
 
-def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    read = {**environment, **QUIET}.items()
-    return {name: value for name, value in read if name.startswith(READ_AT_START) and name not in REPEATED}
+def _differs_at_start(environment: Mapping[str, str]) -> bool:
+    """Return True if a variable that is read only at a start has another value than in the server."""
+    server = {**_at_start, **QUIET}
+    return any(
+        name.startswith(READ_AT_START) and name not in REPEATED and server.get(name) != value
+        for name, value in environment.items()
+    )
 
 
 def _ask(server: socket.socket, order: _Order, files: list[int]) -> int:

@@ -28,7 +28,7 @@ from tests.acceptance.test_restore import add, commands, publish, type_in
 from tests.api_service import Api, TestDevice, running_api
 from tests.attacks.test_full_disk import fill, small_disk
 from tests.integration.job_site import stopped_unlocked
-from tests.preloaded import children
+from tests.preloaded import children, run
 from tests.running_service import Running, environment, running_service
 from tests.tiny_model import write_model
 from tests.unit.store.conftest import Clock
@@ -293,14 +293,8 @@ def test_a_worker_of_another_schema_claims_nothing(tmp_path: Path) -> None:
         log = tmp_path / "up.log"
         wait_until(lambda: "the database has schema 9999, this process knows 0001" in log.read_text())
         job_id = _ask_mask(client, model_id, 2)
-        another = subprocess.run(
-            [sys.executable, "-m", "permille_workers"],
-            env=environment(PERMILLE_DATA_DIR=str(running.data_dir)),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        settings = environment(PERMILLE_DATA_DIR=str(running.data_dir))
+        another = run([sys.executable, "-m", "permille_workers"], env=settings)
         assert another.returncode == 2
         assert "its schema is 9999" in another.stderr
         assert client.get(f"/v1/jobs/{job_id}").json()["state"] == "queued"

@@ -13,6 +13,7 @@ import socket
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote_to_bytes
@@ -32,7 +33,7 @@ TEXT, PROMPT, COMPLETION, CHAT, GROUP, FILE_NAME, BAD_ROW, USER = (
     "".join(RNG.choices(LETTERS, k=24)) for _ in range(8)
 )
 POLICY = (
-    "require_ac = false\nmin_battery = 0\nmax_load = 1000.0\nminutes_per_day = 1440\nminutes_per_run = 0.2\n"
+    "require_ac = false\nmin_battery = 0\nmax_load = 1000.0\nminutes_per_day = 1440\nminutes_per_run = 0.1\n"
 )
 CANARIES = (TEXT, PROMPT, COMPLETION, CHAT, GROUP, FILE_NAME, BAD_ROW, USER)
 
@@ -70,10 +71,17 @@ def forms(canary: str) -> Iterator[bytes]:
         yield base64.urlsafe_b64encode(bytes(offset) + raw)[known]
 
 
+@cache
+def views_of(data: bytes) -> tuple[list[bytes], list[bytes]]:
+    """Return the data, URL-decoded and without punctuation, and each of them in lower case."""
+    punctuation = bytes(byte for byte in range(256) if not chr(byte).isalnum())
+    views = [data, unquote_to_bytes(data), data.translate(None, punctuation)]
+    return views, [view.lower() for view in views]
+
+
 def found(canary: str, data: bytes) -> list[bytes]:
     """Return the encodings and pieces of `canary` in `data`, also if URL-decoded or without punctuation."""
-    views = (data, unquote_to_bytes(data), bytes(byte for byte in data if chr(byte).isalnum()))
-    lower = [view.lower() for view in views]
+    views, lower = views_of(data)
     whole = [form for form in forms(canary) if any(form.lower() in view for view in lower)]
     pieces = [canary[i : i + PIECE].encode() for i in range(len(canary) - PIECE + 1)]
     return whole + [piece for piece in pieces if any(piece in view for view in views)]
