@@ -79,6 +79,7 @@ class Site:
             _open=stack,
         )
         _wait(lambda: (root / "warm.sock").exists(), "the warm process")
+        make_role(site.postgres)
         # Start them one after the other: the first one makes the tables and the keys.
         for number in range(APIS):
             site._start_api(f"api-{number}")
