@@ -1,5 +1,6 @@
 """Tests of pulling: resolving an alias, checks, downloads, installation and garbage collection."""
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -205,3 +206,28 @@ def test_progress_ends_at_the_whole(device: Device) -> None:
     pull(device.home, device.api, device.enrolment, now_s=NOW_S, progress=lambda *at: seen.append(at))
     assert seen[-1][0] == seen[-1][1] > 0
     assert all(done <= total for done, total in seen)
+
+
+def changed_tokenizer(package: Package, normalizer: dict[str, object]) -> Package:
+    """Return a package that differs from `package` in the normalizer of its tokenizer."""
+    document = json.loads(package.file("tokenizer.json"))
+    document["normalizer"] = normalizer
+    return tiny_package(package.blobs.root, files={"tokenizer.json": json.dumps(document).encode()})
+
+
+@pytest.mark.attack(
+    23, "a later version of a release brings a tokenizer that turns digits into as many tokens"
+)
+def test_a_tokenizer_that_counts_is_refused_and_another_one_is_shown(
+    device: Device, package: Package
+) -> None:
+    assert device.pull().text_rules == ""
+    lower = changed_tokenizer(package, {"type": "Lowercase"})
+    device.service.publish(lower.digest, 2)
+    assert device.pull().text_rules == "normalizer Lowercase, pre-tokenizer ByteLevel"
+    assert device.pull().text_rules == ""
+    rule: dict[str, object] = {"type": "Replace", "pattern": {"String": "7"}, "content": "x" * 7}
+    device.service.publish(changed_tokenizer(package, rule).digest, 3)
+    assert device.refusal() == "tokenizer"
+    installed = installed_release(device.home)
+    assert installed is not None and installed.manifest_digest == lower.digest
