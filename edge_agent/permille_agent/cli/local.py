@@ -280,6 +280,7 @@ def serve(
     with _open_model(context, threads, engine) as model:
         # Listen on loopback only, because the token and the text travel over plain HTTP.
         server = LocalServer(("127.0.0.1", port), model, access)
+        second = server.with_ipv6()
         root = f"http://127.0.0.1:{server.port}"
         document = {
             "address": f"{root}/v1",
@@ -294,7 +295,9 @@ def serve(
         except KeyboardInterrupt:
             echo("stopped", err=True)
         finally:
-            server.server_close()
+            for each in (server, second):
+                if each is not None:
+                    each.server_close()
 
 
 def export(

@@ -12,13 +12,22 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from permille.digests import digest_of
 from permille.models.families import expected_tensors
 from permille.version import __version__
-from permille_agent.local.model import Generated, LocalModel, Variant
-from permille_agent.local.replies import Choices, Message, NoEmbeddingsError, Reply, parsed, turns, variant_of
+from permille_agent.local.model import Generated, LocalModel, Sampling, Variant
+from permille_agent.local.replies import (
+    Choices,
+    Fields,
+    Message,
+    NoEmbeddingsError,
+    Reply,
+    parsed,
+    turns,
+    variant_of,
+)
 
 
 class Options(Choices):
@@ -27,22 +36,26 @@ class Options(Choices):
     num_predict: int | None = None
 
 
-class Request(BaseModel):
+class Request(Fields):
     """Fields of both generating requests. `format` must be empty, since it is not supported."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str | None = None
     stream: bool | None = None
-    options: Options = Field(default_factory=Options)
+    # Programs in Go send null for no options.
+    options: Options | None = None
     format: Literal[""] | None = None
     keep_alive: str | float | None = None
+
+    def sampling(self, model: LocalModel) -> Sampling:
+        """Return the sampling settings of this request."""
+        options = self.options or Options()
+        return options.sampling(model.sampling, options.num_predict)
 
 
 class ChatRequest(Request):
     """Body of POST /api/chat. A request without messages only loads the model."""
 
-    messages: list[Message] = Field(default_factory=list, max_length=1000)
+    messages: Annotated[list[Message], Field(max_length=1000)] | None = None
 
 
 class GenerateRequest(Request):
@@ -57,7 +70,7 @@ class GenerateRequest(Request):
     images: Annotated[list[str], Field(max_length=0)] | None = None
 
 
-class NamedRequest(BaseModel):
+class NamedRequest(Fields):
     """Body of POST /api/show."""
 
     model: str | None = None
@@ -174,8 +187,7 @@ def _chat(model: LocalModel, request: ChatRequest) -> Reply | Mapping[str, Any]:
     form = ChatForm(variant)
     if not request.messages:
         return form.loaded(request)
-    sampling = request.options.sampling(model.sampling, request.options.num_predict)
-    written = model.reply(turns(request.messages), variant, sampling)
+    written = model.reply(turns(request.messages), variant, request.sampling(model))
     # In Ollama's API a missing `stream` means a stream, unlike in OpenAI's.
     return Reply(form, *written, stream=request.stream is not False)
 
@@ -185,7 +197,7 @@ def _generate(model: LocalModel, request: GenerateRequest) -> Reply | Mapping[st
     form = GenerateForm(variant)
     if not request.prompt:
         return form.loaded(request)
-    sampling = request.options.sampling(model.sampling, request.options.num_predict)
+    sampling = request.sampling(model)
     if request.raw or not model.tokenizer.can_chat:
         written = model.complete(request.prompt, variant, sampling)
     else:

@@ -7,21 +7,29 @@ from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from permille_agent.local.model import Generated, LocalModel, Sampling, Variant
-from permille_agent.local.replies import Choices, Message, NoEmbeddingsError, Reply, parsed, turns, variant_of
+from permille_agent.local.replies import (
+    Choices,
+    Fields,
+    Message,
+    MostTokens,
+    NoEmbeddingsError,
+    Reply,
+    parsed,
+    turns,
+    variant_of,
+)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Fields):
     """Options of a stream."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     include_usage: bool | None = None
 
 
-class TextFormat(BaseModel):
+class TextFormat(Fields):
     """The only format of an answer: text. A request for JSON must fail, because nothing here enforces it."""
 
     type: Literal["text"]
@@ -31,12 +39,12 @@ class Request(Choices):
     """Fields of both kinds of completion requests."""
 
     model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: MostTokens | None = None
+    max_completion_tokens: MostTokens | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: TextFormat | None = None
-    n: Literal[1] | None = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
 
     def choices(self, model: LocalModel) -> Sampling:
         """Return the sampling settings of this request."""
@@ -139,10 +147,13 @@ class ChatForm(CompletionForm):
 
 def get(model: LocalModel, path: str) -> Mapping[str, Any] | None:
     """Answer a GET request. Return None for an unknown path."""
-    if path == "/v1/models":
-        return {"object": "list", "data": [_entry(variant) for variant in model.variants]}
-    if path.startswith("/v1/models/"):
-        return _entry(variant_of(model, path.removeprefix("/v1/models/")))
+    match path.removeprefix("/v1").split("/"):
+        case ["", "models"]:
+            return {"object": "list", "data": [_entry(variant) for variant in model.variants]}
+        case ["", "models", *name]:
+            return _entry(variant_of(model, "/".join(name)))
+        case ["", "health"]:
+            return {"status": "ok"}  # as llama.cpp's server says it
     return None
 
 
@@ -152,18 +163,18 @@ def post(model: LocalModel, path: str, body: bytes) -> Reply | None:
     Raises:
         InputError: the request is malformed, or asks for something that the model cannot do.
     """
-    match path:
-        case "/v1/completions":
+    match path.removeprefix("/v1"):  # as in llama.cpp's server
+        case "/completions":
             completion = parsed(CompletionRequest, body)
             variant = variant_of(model, completion.model)
             written = model.complete(completion.text(), variant, completion.choices(model))
             return _reply(completion, CompletionForm, variant, written)
-        case "/v1/chat/completions":
+        case "/chat/completions":
             chat = parsed(ChatRequest, body)
             variant = variant_of(model, chat.model)
             written = model.reply(turns(chat.messages), variant, chat.choices(model))
             return _reply(chat, ChatForm, variant, written)
-        case "/v1/embeddings":
+        case "/embeddings":
             raise NoEmbeddingsError
     return None
 

@@ -1,12 +1,13 @@
 """Types that both REST APIs of the local server share: settings, messages and replies."""
 
+import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Annotated, Any, Final, Literal, Protocol, TypeVar
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from permille.errors import InputError, PermilleError
 from permille_agent.local.model import Generated, LocalModel, Sampling, Variant
@@ -15,6 +16,7 @@ from permille_agent.state.home import first_error
 MOST_TOKENS: Final = 32_768
 # A small model may never write its end of turn. So this limit also replaces Ollama's -1 (no limit).
 DEFAULT_TOKENS: Final = 1024
+LEAST_TOP_P: Final = 1e-6
 _SEEDS: Final = 1 << 63
 _CANNOT: Final = {
     "content": "content: The model reads only text. Send a string or a list of text parts, and no images.",
@@ -22,23 +24,38 @@ _CANNOT: Final = {
     "format": "format: The server cannot enforce a format. Ask for JSON in the message instead.",
     "response_format": "response_format: The server cannot enforce a format. Ask for JSON in the message "
     "instead.",
+    "role": "role: Send messages of system, developer, user, assistant or tool.",
     "n": "n: A request gets one answer. Leave it out, and send more requests for more answers.",
 }
 """Messages for fields that ask for more than the model can do. pydantic's own messages name only the type."""
 
-Request = TypeVar("Request", bound=BaseModel)
+Request = TypeVar("Request", bound="Fields")
 
 
-class Choices(BaseModel):
-    """Sampling settings of a request. A missing setting has the model's own value.
+def _some(limit: int) -> int:
+    if limit == 0:
+        raise ValueError("Ask for at least one token, or write -1 for no limit of your own.")
+    return limit
 
-    Unknown fields are ignored, because programs send many of them.
+
+MostTokens = Annotated[int, AfterValidator(_some)]
+"""The largest number of tokens of an answer. As in llama.cpp and Ollama, -1 sets no limit."""
+
+
+class Fields(BaseModel):
+    """A part of a request. Unknown fields are ignored, because programs send many of them.
+
+    Some programs write numbers as 4.0 or "4", and both are read.
     """
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore")
+
+
+class Choices(Fields):
+    """Sampling settings of a request. A missing setting has the model's own value."""
 
     temperature: float | None = Field(default=None, ge=0.0, le=2.0)
-    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_p: float | None = Field(default=None, ge=0.0, le=1.0)
     top_k: int | None = None
     repeat_penalty: float | None = Field(
         default=None, gt=0.0, le=10.0, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
@@ -54,7 +71,8 @@ class Choices(BaseModel):
             own,
             max_new_tokens=min(most, MOST_TOKENS),
             temperature=own.temperature if self.temperature is None else self.temperature,
-            top_p=own.top_p if self.top_p is None else self.top_p,
+            # In both APIs, 0 leaves the most likely token.
+            top_p=own.top_p if self.top_p is None else max(self.top_p, LEAST_TOP_P),
             top_k=own.top_k if self.top_k is None else max(0, self.top_k),  # -1 and 0 mean no limit
             repeat_penalty=own.repeat_penalty if self.repeat_penalty is None else self.repeat_penalty,
             seed=secrets.randbelow(_SEEDS) if self.seed is None else self.seed % _SEEDS,
@@ -62,29 +80,31 @@ class Choices(BaseModel):
         )
 
 
-class Part(BaseModel):
+class Part(Fields):
     """A part of a message's content."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(Fields):
     """A chat message: a text or a list of text parts. Ollama's `images` must be empty."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
     images: Annotated[list[str], Field(max_length=0)] | None = None
+    tool_calls: list[Any] | None = None
 
-    def turn(self) -> tuple[str, str]:
-        """Return role and text for the chat template. Parts are joined by line breaks, as in vLLM."""
-        role = "system" if self.role == "developer" else self.role
-        content = self.content
-        return role, content if isinstance(content, str) else "\n".join(part.text for part in content)
+    @property
+    def text(self) -> str:
+        """The text. Parts are joined by line breaks, as in vLLM."""
+        content = self.content or ""
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+    @property
+    def of_tools(self) -> bool:
+        """True if the turn only calls a tool, or is a tool's answer."""
+        return self.role in ("tool", "function") or (bool(self.tool_calls) and not self.text.strip())
 
 
 class AnswerFormat(Protocol):
@@ -149,11 +169,17 @@ def parsed(kind: type[Request], body: bytes) -> Request:
         InputError: the body is not JSON, or a field is not valid. The message names the field.
     """
     try:
-        return kind.model_validate_json(body)
+        # Python's parser takes half an emoji, which programs that cut texts send. It becomes U+FFFD.
+        # It also takes a byte-order mark, NaN and repeated names.
+        document = json.dumps(json.loads(body), ensure_ascii=False)
+        whole = document.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return kind.model_validate_json(whole)
     except ValidationError as exc:
         fields = exc.errors(include_url=False, include_input=False)[0]["loc"]
         cannot = [_CANNOT[field] for field in fields if field in _CANNOT]
         raise InputError(cannot[0] if cannot else first_error(exc)) from exc
+    except (ValueError, RecursionError) as exc:
+        raise InputError(f"The body is not JSON: {exc!s:.200}") from exc
 
 
 def variant_of(model: LocalModel, name: str | None) -> Variant:
@@ -164,5 +190,14 @@ def variant_of(model: LocalModel, name: str | None) -> Variant:
 
 
 def turns(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Return the turns of messages for a chat template."""
-    return [message.turn() for message in messages]
+    """Return the turns of messages for a chat template.
+
+    A request's tools are ignored, so the turns of tools in its history are left out.
+
+    Raises:
+        InputError: no turn is left.
+    """
+    roles = {"developer": "system"}
+    if not (kept := [message for message in messages if not message.of_tools]):
+        raise InputError("messages: Send at least one message of system, user or assistant.")
+    return [(roles.get(message.role, message.role), message.text) for message in kept]

@@ -6,14 +6,17 @@
 
 Rules of the server:
 
-- It binds loopback only.
+- It binds loopback only: 127.0.0.1, and the same port of ::1 if the machine has IPv6.
 - Every request except OPTIONS needs a token from a file that only the user can read.
 - The `Host` header must be loopback, which stops DNS rebinding by pages in a browser.
 - Pages in a browser may send requests only if their origin is loopback and was named when the server started.
 - Bodies, waiting times, requests and connections are limited.
+- A connection stays open after an answer. An error closes it, and the answer says so.
 """
 
+import errno
 import json
+import re
 import secrets
 import select
 import socket
@@ -24,10 +27,10 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from permille.bounded_server import BoundedServer, Places
-from permille.errors import InputError, OperatorError, PermilleError
+from permille.errors import InputError, OperatorError, PackageError, PermilleError
 from permille.files import write_atomic
 from permille_agent.local import ollama_schema, openai_schema
 from permille_agent.local.model import LocalModel
@@ -35,6 +38,8 @@ from permille_agent.local.replies import Interface, NoEmbeddingsError, Reply
 from permille_agent.state.home import Home
 
 MAX_BODY_BYTES = 1 << 20
+MAX_DISCARDED_BYTES = 1 << 26
+"""The largest part of a refused body that is read, so that its sender can read the refusal."""
 MAX_REQUESTS = 8  # at the same time, because all of them share the processor
 MAX_CONNECTIONS = 64
 SOCKET_TIMEOUT_S = 30.0  # a silent client must not hold a thread for longer
@@ -97,6 +102,25 @@ class LocalServer(BoundedServer):
         """The port that was bound."""
         return int(self.server_address[1])
 
+    def with_ipv6(self) -> "LocalServer | None":
+        """Serve the same port of ::1, too, in a thread. Some programs look for `localhost` there only.
+
+        Returns:
+            The second server, or None if the machine has no IPv6.
+
+        Raises:
+            OperatorError: another program has this port of ::1, and would get the requests and the token.
+        """
+        try:
+            second = LocalServer(("::1", self.port), self.model, self.access)
+        except OperatorError as exc:
+            if isinstance(exc.__cause__, OSError) and exc.__cause__.errno == errno.EADDRINUSE:
+                raise
+            return None
+        second.requests = self.requests
+        threading.Thread(target=second.serve_forever, daemon=True).start()
+        return second
+
 
 def read_or_make_access(home: Home, origins: Sequence[str] = ()) -> Access:
     """Read the server's token, or create it in a file that only the user can read.
@@ -133,9 +157,17 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer a GET request, such as the list of models."""
         self._answer(self._get)
 
+    do_HEAD = do_GET  # `_send_text` leaves out the body
+
     def do_POST(self) -> None:
         """Answer a POST request with generated text."""
         self._answer(self._post)
+
+    def do_DELETE(self) -> None:
+        """Refuse a request that would change the installed models."""
+        self._answer(lambda _: self._send(None))
+
+    do_PATCH = do_PUT = do_DELETE
 
     def do_OPTIONS(self) -> None:
         """Answer a browser's CORS preflight request, which carries no token."""
@@ -149,6 +181,14 @@ class _Handler(BaseHTTPRequestHandler):
         status = HTTPStatus(code)
         self._send_error(status, message or explain or status.phrase)
 
+    def send_response(self, code: int, message: str | None = None) -> None:
+        """Say when the connection ends, because a client may send its next request at any time."""
+        super().send_response(code, message)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        else:
+            self.send_header("Keep-Alive", f"timeout={SOCKET_TIMEOUT_S:.0f}")
+
     def end_headers(self) -> None:
         """Add the CORS header that lets pages of allowed origins read the answer."""
         if self._origin_allowed():
@@ -160,10 +200,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _interface(self) -> Interface:
         """The module that answers this request: OpenAI's or Ollama's API."""
         path = getattr(self, "path", "")  # "" if the request could not be parsed
-        return ollama_schema if path.startswith("/api/") else openai_schema
+        return ollama_schema if re.match("/+api/", path) else openai_schema
 
-    def _answer(self, work: Callable[[], None]) -> None:
+    def _answer(self, work: Callable[[bytes], None]) -> None:
         try:
+            # Read the body first: closing a connection with unread bytes can destroy the answer on its way.
+            body = self._body()
             self._check_host()
             if self.command != "OPTIONS":
                 self._check_token()
@@ -173,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
                     f"The server is busy with {MAX_REQUESTS} requests. Try again.",
                 )
             try:
-                work()
+                work(body)
             finally:
                 self.server.requests.release()
         except _RequestError as exc:
@@ -183,7 +225,10 @@ class _Handler(BaseHTTPRequestHandler):
         except InputError as exc:
             self._send_error(HTTPStatus.BAD_REQUEST, str(exc))
         except PermilleError as exc:
-            self._send_error(HTTPStatus.INTERNAL_SERVER_ERROR, str(exc))
+            # Many templates refuse some orders of turns. Then the request is at fault.
+            refused = isinstance(exc, PackageError) and exc.code == "chat-template"
+            status = HTTPStatus.BAD_REQUEST if refused else HTTPStatus.INTERNAL_SERVER_ERROR
+            self._send_error(status, str(exc))
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
             self.close_connection = True
 
@@ -217,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = getattr(self, "headers", None)  # None if the request could not be parsed
         return headers is not None and headers.get("Origin") in self.server.access.origins
 
-    def _preflight(self) -> None:
+    def _preflight(self, _body: bytes) -> None:
         if not self._origin_allowed():
             raise _RequestError(
                 HTTPStatus.FORBIDDEN,
@@ -225,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "`permille-agent serve` with `--allow-origin` and their origin.",
             )
         self.send_response(HTTPStatus.NO_CONTENT)
-        self.send_header("Access-Control-Allow-Methods", "GET, POST")
+        self.send_header("Access-Control-Allow-Methods", "GET, HEAD, POST")
         # In CORS, the wildcard does not cover Authorization.
         self.send_header("Access-Control-Allow-Headers", "Authorization, *")
         self.send_header("Access-Control-Max-Age", str(PREFLIGHT_S))
@@ -233,27 +278,66 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _asked(self) -> str:
         try:
-            return urlsplit(self.path).path
+            # A base address that ends with a slash gives two of them.
+            path = urlsplit(re.sub("^/+", "/", self.path)).path
         except ValueError as exc:
             raise _RequestError(HTTPStatus.BAD_REQUEST, f"{self.path!r:.100} is not a valid path.") from exc
+        return unquote(path).rstrip("/")
 
-    def _get(self) -> None:
-        self._send(self._interface.get(self.server.model, self._asked()))
+    def _get(self, _body: bytes) -> None:
+        if path := self._asked():
+            self._send(self._interface.get(self.server.model, path))
+        else:
+            # Programs look for this text, to find out whether Ollama runs.
+            self._send_text(HTTPStatus.OK, "text/plain; charset=utf-8", b"Ollama is running")
 
-    def _post(self) -> None:
-        body = self._body()
+    def _post(self, body: bytes) -> None:
         self._send(self._interface.post(self.server.model, self._asked(), body))
 
     def _body(self) -> bytes:
-        length = self.headers.get("Content-Length") or ""
-        if not length.isascii() or not length.isdigit() or "Transfer-Encoding" in self.headers:
-            raise _RequestError(HTTPStatus.LENGTH_REQUIRED, "The request needs a Content-Length.")
-        # The number of digits is checked first, because `int` raises ValueError for more than 4,300.
-        if len(length) > 10 or int(length) > MAX_BODY_BYTES:
+        """Read the body, which has a length or comes in chunks (RFC 9112, section 7.1)."""
+        coding = self.headers.get("Transfer-Encoding")
+        length = self.headers.get("Content-Length") or "0"
+        if coding is not None and coding.strip().lower() != "chunked":
+            raise _RequestError(
+                HTTPStatus.NOT_IMPLEMENTED, f"The transfer encoding {coding!r:.40} is unknown. Use chunked."
+            )
+        # The number of digits is limited, because `int` raises ValueError for more than 4,300.
+        if not re.fullmatch("[0-9]{1,18}", length):
+            raise _RequestError(HTTPStatus.BAD_REQUEST, f"The Content-Length {length!r:.40} is no number.")
+        body, size = bytearray(), 0
+        for piece in self._chunks() if coding is not None else self._pieces(int(length)):
+            size += len(piece)
+            if size <= MAX_BODY_BYTES:
+                body += piece
+            if size > MAX_DISCARDED_BYTES:
+                break
+        if size > MAX_BODY_BYTES:
             raise _RequestError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The body is larger than {MAX_BODY_BYTES} bytes."
             )
-        return self.rfile.read(int(length))
+        return bytes(body)
+
+    def _pieces(self, length: int) -> Iterator[bytes]:
+        while length:
+            piece = self.rfile.read(min(length, 1 << 16))
+            if not piece:
+                raise ConnectionResetError  # the client has left
+            length -= len(piece)
+            yield piece
+
+    def _chunks(self) -> Iterator[bytes]:
+        while True:
+            size, *_ = self.rfile.readline(1 << 12).split(b";")
+            if not re.fullmatch(b"[0-9a-fA-F]{1,8}", size.strip()):
+                raise _RequestError(HTTPStatus.BAD_REQUEST, f"{size!r:.40} is not the size of a chunk.")
+            if not int(size, 16):
+                break
+            yield from self._pieces(int(size, 16))
+            self.rfile.readline(3)
+        # Trailers may follow, up to an empty line.
+        while self.rfile.readline(1 << 12).strip():
+            continue
 
     def _send(self, found: Reply | Mapping[str, Any] | None) -> None:
         match found:
@@ -287,10 +371,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", reply.form.media_type)
         self.send_header("Cache-Control", "no-store")
-        # The stream has no length, so it ends when the connection closes.
-        self.send_header("Connection", "close")
+        # HTTP/1.0 has no chunks, so there the end of the connection ends the stream.
+        self._chunked = self.request_version != "HTTP/1.0"
+        self.send_header(*(("Transfer-Encoding", "chunked") if self._chunked else ("Connection", "close")))
         self.end_headers()
-        self.close_connection = True
         try:
             for document in reply.form.documents(reply.pieces, reply.generated):
                 self._send_part(reply.form.encode(document))
@@ -299,15 +383,20 @@ class _Handler(BaseHTTPRequestHandler):
             # The status was already sent, so the error is one more document of the stream.
             error = self._interface.error(HTTPStatus.INTERNAL_SERVER_ERROR, str(exc))
             self._send_part(reply.form.encode(error))
+        if self._chunked:
+            self.wfile.write(b"0\r\n\r\n")
 
     def _send_part(self, data: bytes) -> None:
-        self.wfile.write(data)
+        # An empty chunk would end the stream.
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked and data else data)
         self.wfile.flush()
 
     def _send_json(self, status: HTTPStatus, value: Mapping[str, Any]) -> None:
-        data = json.dumps(value).encode()
+        self._send_text(status, "application/json", json.dumps(value).encode())
+
+    def _send_text(self, status: HTTPStatus, media_type: str, data: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", media_type)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
@@ -316,6 +405,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def _send_error(self, status: HTTPStatus, message: str) -> None:
-        # The body may be unread, so the connection cannot be reused.
+        # The request may be half read, so the connection cannot be reused.
         self.close_connection = True
         self._send_json(status, self._interface.error(status, message))

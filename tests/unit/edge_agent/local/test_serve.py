@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import stat
 import threading
 from collections.abc import Iterator
@@ -72,8 +73,11 @@ def test_models_are_listed_the_active_one_first(server: LocalServer) -> None:
     assert [model["id"] for model in json.loads(answer)["data"]] == ["personal", "base"]
     assert "Access-Control-Allow-Origin" not in headers
     assert headers["Cache-Control"] == "no-store"
-    for method in ("PUT", "DELETE", "PATCH", "HEAD"):
-        assert _ask(server, method, "/v1/models")[0] == 501
+    for method in ("PUT", "DELETE", "PATCH"):
+        assert _ask(server, method, "/v1/models")[0] == 404
+    assert _ask(server, "TRACE", "/v1/models")[0] == 501
+    for path in ("/v1/models/", "//v1/models", "/models"):
+        assert _ask(server, "GET", path)[1] == answer
 
 
 def test_a_completion_has_the_fields_of_the_schema(server: LocalServer) -> None:
@@ -263,7 +267,8 @@ def test_a_host_that_is_not_loopback_is_refused(server: LocalServer, host: str) 
         ("/v1/completions", {"prompt": [1, 2]}, 400, "prompt"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "temperature": 3}, 400, "temperature"),
-        ("/v1/completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
+        ("/v1/completions", {"prompt": "a", "top_p": -1}, 400, "top_p"),
+        ("/v1/completions", {"prompt": "a", "top_p": float("nan")}, 400, "top_p"),
         ("/v1/completions", {"prompt": "a", "n": 2}, 400, "one answer"),
         (
             "/v1/completions",
@@ -272,7 +277,8 @@ def test_a_host_that_is_not_loopback_is_refused(server: LocalServer, host: str) 
             "Ask for JSON in the message",
         ),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-        ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "role"),
+        ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages: Send"),
+        ("/v1/chat/completions", {"messages": [{"role": "bot", "content": "x"}]}, 400, "role: Send"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a </s>"}]}, 400, "special token"),
         (
             "/v1/chat/completions",
@@ -322,20 +328,169 @@ def test_errors_of_ollama_are_texts(
 def test_bodies_are_json_with_a_length_and_bounded(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _ask(server, "POST", "/v1/completions", raw=b"{not json")[0] == 400
-    chunked = {"Transfer-Encoding": "chunked"}
-    assert _ask(server, "POST", "/v1/completions", raw=b"0\r\n\r\n", headers=chunked)[0] == 411
-    assert _ask(server, "POST", "/v1/completions", raw=b"x", headers={"Content-Length": "-1"})[0] == 411
+    for raw in (b"{not json", b"", b"\xff\xfe{", b"[" * 200_000):
+        assert _ask(server, "POST", "/v1/completions", raw=raw)[0] == 400
+    for length in ("-1", "+5", "1_0", "9" * 30):
+        found, answer, _ = _ask(
+            server, "POST", "/v1/completions", raw=b"x", headers={"Content-Length": length}
+        )
+        assert (found, b"Content-Length" in answer) == (400, True)
+    for chunk in (b"-1\r\n", b"0x1\r\n", b"\r\n"):
+        chunked = {"Transfer-Encoding": "chunked"}
+        assert _ask(server, "POST", "/v1/completions", raw=chunk, headers=chunked)[0] == 400
+    packed = {"Transfer-Encoding": "gzip, chunked"}
+    assert _ask(server, "POST", "/v1/completions", raw=b"0\r\n\r\n", headers=packed)[0] == 501
     monkeypatch.setattr(serve, "MAX_BODY_BYTES", 10)
     assert _ask(server, "POST", "/v1/completions", {"prompt": "a long prompt"})[0] == 413
+    monkeypatch.setattr(serve, "MAX_DISCARDED_BYTES", 1 << 16)
+    assert _ask(server, "POST", "/v1/completions", raw=b" " * (1 << 17))[0] == 413
 
 
 def test_another_method_is_refused_in_json(server: LocalServer) -> None:
     status, answer, headers = _ask(server, "DELETE", "/api/delete", {"model": "personal"})
-    assert (status, headers["Content-Type"]) == (501, "application/json")
-    assert json.loads(answer) == {"error": "Unsupported method ('DELETE')"}
-    status, answer, _ = _ask(server, "HEAD", "/v1/models")
-    assert (status, answer) == (501, b"")
+    assert (status, headers["Content-Type"]) == (404, "application/json")
+    assert "no DELETE /api/delete" in json.loads(answer)["error"]
+
+
+def test_programs_that_look_for_ollama_find_it(server: LocalServer) -> None:
+    for path in ("/", "", "/v1/models", "/api/tags", "/health"):
+        found, _, headers = _ask(server, "GET", path)
+        assert found == 200
+        known = int(headers["Content-Length"])
+        status, nothing, headers = _ask(server, "HEAD", path)
+        assert (status, nothing, int(headers["Content-Length"])) == (200, b"", known)
+    assert _ask(server, "GET", "/")[1] == b"Ollama is running"
+
+
+def test_localhost_is_served_on_both_its_addresses(server: LocalServer) -> None:
+    second = server.with_ipv6()
+    assert second is not None
+    try:
+        connection = http.client.HTTPConnection("::1", server.port, timeout=30)
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert connection.getresponse().status == 200
+        connection.close()
+        assert second.requests is server.requests
+        with pytest.raises(OperatorError, match="Cannot listen on ::1"):
+            server.with_ipv6()
+    finally:
+        second.shutdown()
+        second.server_close()
+
+
+CHAT, GENERATE = "/v1/chat/completions", "/api/generate"
+HI = {"role": "user", "content": "hi"}
+CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ODD: list[tuple[str, bytes | dict[str, Any]]] = [
+    (GENERATE, {"prompt": "In", "system": "", "template": "", "format": "", "options": None}),
+    (GENERATE, {"prompt": "In", "format": None, "images": None, "raw": None, "context": [1, 2]}),
+    (GENERATE, {"prompt": "In", "options": {"num_predict": 2.0, "seed": 4.0, "top_k": -1, "stop": None}}),
+    (GENERATE, {"prompt": "In", "options": {"num_predict": 2, "temperature": None, "stop": []}}),
+    (GENERATE, {"prompt": None, "keep_alive": -1}),
+    ("/api/chat", {"messages": None, "keep_alive": "5m"}),
+    ("/api/chat", {"messages": []}),
+    ("/api/chat", {"messages": [HI, {"role": "tool", "content": "4"}], "options": {"num_predict": -1}}),
+    ("/api/show", {"model": "personal", "verbose": False}),
+    (CHAT, {"max_tokens": 4.0, "messages": [HI], "n": 1.0, "stream_options": None, "top_p": 0}),
+    (CHAT, {"max_tokens": -1, "max_completion_tokens": 2, "messages": [HI], "seed": 1 << 70}),
+    (CHAT, {"max_tokens": -1, "messages": [HI], "stop": "e"}),
+    (CHAT, {"max_tokens": 2, "messages": [HI, {"role": "assistant", "content": None}, HI]}),
+    (
+        CHAT,
+        {
+            "max_tokens": 2,
+            "tools": [],
+            "messages": [
+                HI,
+                {"role": "assistant", "tool_calls": [CALLED]},
+                {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "4"}]},
+            ],
+        },
+    ),
+    (CHAT, b'{"max_tokens": 2, "messages": [{"role": "user", "content": "plums \\ud83d"}]}'),
+    (CHAT, b'{"max_tokens": 2, "messages": [{"role": "user", "content": "\\ude00\\ud83d\\ude00"}]}'),
+    ("/v1/completions", b'{"prompt": "b", "prompt": "a", "max_tokens": 2, "logit_bias": NaN}'),
+    ("/v1/completions", b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 2}'),
+    ("/v1/completions", b'{"prompt": "a", "max_tokens": 2, "temperature": "0.5"}'),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ODD, ids=str)
+def test_what_programs_really_send_is_answered(
+    server: LocalServer, path: str, body: bytes | dict[str, Any]
+) -> None:
+    raw = body if isinstance(body, bytes) else json.dumps({"stream": False, **body}).encode()
+    headers = {"Content-Type": "application/json; charset=UTF-8", "Expect": "100-continue"}
+    status, answer, _ = _ask(server, "POST", path, raw=raw, headers=headers)
+    assert status == 200, answer
+    assert json.loads(answer)
+
+
+def test_the_turns_of_tools_are_left_out_and_half_an_emoji_is_replaced(server: LocalServer) -> None:
+    body = {"max_tokens": 4, "temperature": 0}
+    told, meant = (
+        _json(server, CHAT, {**body, "messages": messages})
+        for messages in (
+            [
+                {"role": "user", "content": "hi \ud83d you"},
+                {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+                {"role": "function", "name": "f", "content": "4"},
+            ],
+            [{"role": "user", "content": "hi \ufffd you"}],
+        )
+    )
+    assert told["choices"] == meant["choices"]
+    assert told["usage"] == meant["usage"]
+
+
+def _kept(connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> int:
+    """Send a request, and check that the connection is kept, or that its end was announced."""
+    before = connection.sock
+    connection.request(
+        method,
+        path,
+        body,
+        {"Authorization": f"Bearer {TOKEN}"},
+        encode_chunked=not isinstance(body, bytes | None),
+    )
+    assert before is None or connection.sock is before
+    response = connection.getresponse()
+    response.read()
+    closed = response.headers.get("Connection") == "close"
+    assert closed == (response.status >= 400) == (connection.sock is None)
+    return response.status
+
+
+def test_a_connection_is_kept_until_its_end_is_announced(server: LocalServer) -> None:
+    plain = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
+    stream = json.dumps({"prompt": "a", "max_tokens": 2, "stream": True}).encode()
+    asked: list[tuple[str, str, Any, int]] = [
+        ("POST", "/v1/completions", plain, 200),
+        ("POST", "/v1/completions", stream, 200),
+        ("POST", "/v1/completions", b'{"prompt": "a", "max_tokens": 0}', 400),
+        ("POST", "/v1/completions", iter([plain[:5], plain[5:]]), 200),
+        ("POST", GENERATE, iter([b'{"prompt": "a", "options": ', b'{"num_predict": 2}}']), 200),
+        ("GET", "/v1/models", b"a body that nobody needs", 200),
+        ("HEAD", "/", None, 200),
+        ("DELETE", "/api/delete", b'{"model": "a"}', 404),
+        ("POST", "/v1/completions", b"x" * (3 << 20), 413),
+        ("POST", "/api/embed", b"{}", 501),
+        ("POST", "/v1/completions", plain, 200),
+    ]
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    for method, path, body, status in asked:
+        assert (method, path, _kept(connection, method, path, body)) == (method, path, status)
+    connection.close()
+
+
+def test_a_stream_for_http_1_0_ends_with_its_connection(server: LocalServer) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 2, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.0\r\nHost: localhost:{server.port}\r\nAuthorization: Bearer {TOKEN}"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert b"chunked" not in answer
+    assert answer.endswith(b"data: [DONE]\n\n")
 
 
 def test_a_malformed_address_is_answered(server: LocalServer) -> None:
