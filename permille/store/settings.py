@@ -223,7 +223,7 @@ class ProcessSettings(SettingsGroup):
         description="memory that a job may use (on a GPU, memory of the GPU). The default is the memory that "
         "is free when the job begins. If a model does not fit, masks and perplexity are computed one decoder "
         "layer at a time, which is slower and gives the same result. A preflight refuses a job that needs "
-        "more memory even so",
+        "more memory even so than an idle worker has reported",
     )
     fisher_split_flops: float = Field(
         default=2e13,

@@ -9,6 +9,7 @@ import pytest
 
 from permille.schemas.problems import TYPE_BASE
 from permille.store.jobs import claims
+from permille.store.jobs.dispatch import note_worker
 from permille_service.preflights import estimates
 from tests.api_service import Api, running_api
 from tests.packages import TINY_LLAMA
@@ -136,6 +137,26 @@ def test_work_that_the_machine_cannot_hold_is_refused_with_figures(
         asked = api.post("/v1/preflights", {"kind": "build", "request": body})
         assert (asked.status_code, asked.json()["accepted"]) == (200, False)
         assert api.get("/v1/jobs").json()["items"] == []
+
+
+def test_the_memory_of_the_largest_worker_decides_and_not_that_of_the_api(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("permille.memory._system_memory", lambda: 1)
+    write_model(tmp_path / "models" / "tiny")
+    with running_api(tmp_path, model_root=tmp_path / "models") as api:
+        body = {"kind": "mask", "request": {"model_id": add_model(api), **MASK}}
+        for name, memory_bytes, accepted in (
+            ("no worker has reported", None, True),
+            ("small", 1_000_000, False),
+            ("large", 2**40, True),
+        ):
+            if memory_bytes is not None:
+                with api.service.database.write() as session:
+                    note_worker(session, name=name, exports=False, memory_bytes=memory_bytes)
+            answer = api.post("/v1/preflights", body).json()
+            assert answer["accepted"] is accepted, name
+            assert answer["figures"][0]["available"] == memory_bytes
 
 
 def test_repeated_request_is_answered_even_when_the_machine_is_full_now(tmp_path: Path) -> None:

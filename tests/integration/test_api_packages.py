@@ -27,7 +27,7 @@ def test_an_export_is_refused_while_no_worker_that_runs_can_make_it(api: Api) ->
     assert (refused.status_code == 202) == can, refused.text
     assert can or "permille[executorch]" in refused.json()["detail"]
     with api.service.database.write() as session:
-        note_worker(session, name="another", exports=True)
+        note_worker(session, name="another", exports=True, memory_bytes=None)
     assert ask().status_code == 202
 
 

@@ -5,8 +5,8 @@ worker that receives it claims the next job (`claims.claim`). The sweeper sends 
 a request succeeds even if `send` fails. Without a broker nothing is sent: local workers poll the
 database. Celery is imported only where a broker is configured.
 
-Once a minute, each worker stores that it runs, and whether it can export programs. The API uses this
-to refuse a job that no worker can do. A worker that was silent for five minutes counts as stopped.
+Once a minute, each worker stores that it runs, its memory, and whether it can export programs. The API uses
+this to refuse a job that no worker can do. A worker that was silent for five minutes counts as stopped.
 """
 
 import logging
@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Final
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from permille.store.database import now
-from permille.store.tables import Worker
+from permille.store.jobs.transitions import IS_RUNNING
+from permille.store.tables import Job, Worker
 
 TASK_NAME = "permille.run_job"
 QUEUE = "permille"
@@ -109,14 +110,29 @@ def celery_app(broker_url: str) -> Any:
     return app
 
 
-def note_worker(session: Session, *, name: str, exports: bool) -> None:
-    """Record that a worker runs, and whether it can export programs, at most once a minute."""
+def note_worker(session: Session, *, name: str, exports: bool, memory_bytes: int | None) -> None:
+    """Record at most once a minute that a worker runs, and what it has.
+
+    Args:
+        exports: whether it can export programs.
+        memory_bytes: the memory that a job could use now, or None if unknown. While the worker runs a job,
+            its earlier memory stays.
+    """
     at, row = now(session), session.get(Worker, name)
     # `abs`, since the database's clock may have gone back.
     if row is not None and row.exports == exports and abs(at - row.seen_at) < _NOTED_EVERY:
         return
-    session.merge(Worker(name=name, exports=exports, seen_at=at))
+    busy = session.scalar(select(Job.id).where(IS_RUNNING, Job.worker == name).limit(1)) is not None
+    if busy:
+        memory_bytes = None if row is None else row.memory_bytes
+    session.merge(Worker(name=name, exports=exports, memory_bytes=memory_bytes, seen_at=at))
     session.execute(delete(Worker).where(Worker.seen_at < at - _KEPT_FOR))
+
+
+def largest_memory(session: Session) -> int | None:
+    """Return the most memory that a running worker has for a job, or None if none has said so."""
+    running = Worker.seen_at > now(session) - _SILENT_FOR
+    return session.scalar(select(func.max(Worker.memory_bytes)).where(running))
 
 
 def none_can_export(session: Session) -> bool:

@@ -1,11 +1,11 @@
-"""Estimates of the memory and disk that a job needs, and measurements of what this machine has.
+"""Estimates of the memory and disk that a job needs, and what the workers have.
 
 The needs are computed from the model's config alone. No file of the model is read. They are upper bounds,
 which serve to refuse hopeless jobs early and not to predict exact figures. They assume what workers do.
 Unless a function below says otherwise, weights are in float32, sequences are processed one at a time, only
 one tensor has a gradient at a time, and the backward pass computes activations again (checkpointing).
 
-The free memory takes the limit of the control group into account.
+The workers report the memory that they have free while they run no job.
 """
 
 import shutil
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from permille.memory import available_memory
 from permille.models.families import Config, expected_tensors, scoped_tensors, shape_of
 from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.packages import PoolingCreate
@@ -231,10 +230,19 @@ class Capacity:
     disk_bytes: int | None
 
 
-def measure_machine(settings: Settings) -> Capacity:
-    """Return the resources that this machine has now."""
-    free = settings.memory_bytes if settings.memory_bytes is not None else available_memory()
-    return Capacity(memory_bytes=free, disk_bytes=_free_disk(settings.blob_root))
+def measure_machine(settings: Settings, workers_memory: int | None) -> Capacity:
+    """Return the resources that a job has.
+
+    The API may run in a small container, and its memory says nothing about that of the workers. With a
+    bucket, its disk says nothing about theirs, either.
+
+    Args:
+        workers_memory: the most memory that a worker has reported, in bytes. None: none has reported.
+    """
+    return Capacity(
+        memory_bytes=settings.memory_bytes or workers_memory,
+        disk_bytes=None if settings.blob_bucket else _free_disk(settings.blob_root),
+    )
 
 
 def _free_disk(folder: Path) -> int | None:

@@ -19,7 +19,7 @@ from permille.schemas.problems import Figure, ProblemType
 from permille.schemas.quantizations import AnyOptions, AutoRound, QuantizationCreate, Source
 from permille.schemas.sparsifications import SparsificationCreate
 from permille.store import artifacts, inputs, rows
-from permille.store.jobs.dispatch import none_can_export
+from permille.store.jobs.dispatch import largest_memory, none_can_export
 from permille.store.tables import Artifact, Corpus, Model
 from permille_service.access.principals import Viewer
 from permille_service.context import Served, Service
@@ -73,8 +73,8 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
 
     Raises the errors of `check`, except `preflight-refused`.
     """
-    machine = measure_machine(service.settings)
     with service.database.read() as session:
+        machine = measure_machine(service.settings, largest_memory(session))
         planner = _Planner(session, tenant_id, machine, service.settings.fisher_split_flops)
         needs = planner.needs_of(request)
     # Compare by identity. NOTHING stands for unknown needs, and known needs may also be zero.

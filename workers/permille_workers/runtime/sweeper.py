@@ -14,6 +14,7 @@ from importlib.util import find_spec
 
 from sqlalchemy.exc import DBAPIError
 
+from permille.memory import available_memory
 from permille.package.blobs import BlobFolder
 from permille.store import devices, uploads
 from permille.store.database import Database
@@ -136,7 +137,12 @@ class Sweeper:
 
     def _note_worker(self) -> None:
         with self.db.write() as session:
-            note_worker(session, name=self.name, exports=find_spec("executorch") is not None)
+            note_worker(
+                session,
+                name=self.name,
+                exports=find_spec("executorch") is not None,
+                memory_bytes=self.settings.memory_bytes or available_memory(),
+            )
 
     def _sweep_blobs(self) -> None:
         self.blobs.sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
