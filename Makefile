@@ -44,7 +44,7 @@ MODEL ?= smollm2
 demo: $(VENV)/.native $(if $(filter smollm2,$(MODEL)),smollm2)  ## Run the whole product once on a real chat model (minutes; MODEL=example: a tiny model)
 	@$(BIN)/python -m examples.demo $(MODEL)
 
-test: $(VENV)/.native system-packages smollm2 lint types check-imports pytest  ## Run linters, type checks, import contracts and the tests (8 minutes on two quiet cores)
+test: $(VENV)/.native system-packages smollm2 lint types check-imports pytest  ## Run linters, type checks, import contracts and the tests (about ten minutes on two cores)
 
 system-packages:
 	@bash scripts/system-packages.sh
@@ -76,7 +76,7 @@ sbom: $(VENV)/.installed  ## Write lists of all components (CycloneDX) to build/
 	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom/environment.cdx.json $(BIN)/python
 	@ls build/sbom
 
-test-slow: $(VENV)/.native system-packages smollm2  ## Run the tests that nobody waits for: tour, demo, kills at each step, fuzz (25 minutes)
+test-slow: $(VENV)/.native system-packages smollm2  ## Run the tests that nobody waits for: tour, demo, kills at each step, fuzz (about half an hour)
 	$(TEST_FILES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m slow
 
 # Without the exporter's other dependencies, because the part that we use needs only these.

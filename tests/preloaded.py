@@ -1,13 +1,15 @@
 """Python processes that are forked from one that has imported everything.
 
 A start of Python that imports the service or torch takes one to three seconds, a fork some milliseconds. Each
-process of tests starts one server, which imports all programs before any thread
-exists. For each request it forks twice and ends the process between, so that the new process becomes a child
-of the process that asked for it: `wait`, signals, sessions and the parent-death signal work as always. The
-new process runs `python -m MODULE`, and starts programs of its own in the same way, from a server of its own.
+process of tests starts one server, which imports all programs before any thread exists, and another one that
+also imports torch if a test runs real jobs. For each request, a server forks twice and ends the process
+between. So the new process becomes a child of the process that asked for it: `wait`, signals, sessions and
+the parent-death signal work as always. The new process runs `python -m MODULE`. It starts programs of its own
+in the same way, from a server of its own.
 
-`Process` starts a real Python instead where that matters: for another command, for programs that limit their
-memory or system calls, and if a variable differs that Python or a library reads only at its start.
+`Process` starts a real Python instead for all modules that `SERVED` does not name, and if a variable has
+another value that Python or a library reads only at its start. `real="yes"` of `running_service` starts the
+real commands.
 """
 
 import atexit
@@ -175,7 +177,7 @@ def _program(module: str) -> str:
 def _runs_jobs(order: _Order) -> bool:
     """Return True for a program that starts children for real jobs, which import torch."""
     if order.module == "permille_service.cli.main":
-        return order.arguments[0] == "personalise" or "--no-worker" not in order.arguments
+        return order.arguments[:1] in (("up",), ("personalise",)) and "--no-worker" not in order.arguments
     return order.module == "permille_workers"
 
 

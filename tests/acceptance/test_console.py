@@ -99,6 +99,7 @@ def keep_picture(page: Page, name: str) -> None:
         page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
+@pytest.mark.slow
 def test_operator_creates_a_mask_in_the_console_and_sees_it_finish(
     up: Running, page: Page, foreign: list[str]
 ) -> None:
