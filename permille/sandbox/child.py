@@ -14,12 +14,13 @@ A user's documents may also come from strangers. Another process of this program
 """
 
 import json
+import re
 import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +41,16 @@ ORPHAN_CPU_S = 600
 Answer = Mapping[str, object]
 
 
+FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a template can raise, beside the errors of jinja2."""
+
+
 class _RefusedError(Exception):
     """A request that is refused. The message is the answer."""
+
+
+class _MessagesRefusedError(Exception):
+    """A template has called `raise_exception`, for example because it knows no system's turn."""
 
 
 class _Child:
@@ -50,6 +59,7 @@ class _Child:
     def __init__(self) -> None:
         self._loaded: Tokenizer | None = None
         self._special: list[str] = []
+        self._user_defined: dict[int, str] = {}
         self._streams: dict[int, DecodeStream] = {}
         self._templates: ImmutableSandboxedEnvironment | None = None
         self._compiled: tuple[str, Template] | None = None
@@ -61,7 +71,7 @@ class _Child:
             "encode": self.encode,
             "decode": self.decode,
             "step": self.step,
-            "has_special": self.has_special,
+            "mark": self.mark,
             "render": self.render,
             "extract": self.extract,
         }
@@ -72,8 +82,11 @@ class _Child:
         except _RefusedError as exc:
             return {"error": str(exc)[:500]}
 
-    def load(self, size: int, tokens: list[str]) -> Answer:
+    def load(self, size: int, tokens: list[str], stops: list[int]) -> Answer:
         """Load a `tokenizer.json` of `size` bytes, which follow the request.
+
+        The file may call `tokens` and the ids `stops` user-defined, as ordinary words. They end or begin a
+        text, so they are made special.
 
         Return the ids of `tokens`, and the tokens that the tokenizer puts before a text.
         """
@@ -87,14 +100,20 @@ class _Child:
         # The file may ask for truncation or padding. We need all tokens, and no others.
         self._loaded.no_truncation()
         self._loaded.no_padding()
-        added = self._loaded.get_added_tokens_decoder().values()
-        self._special = [token.content for token in added if token.special and token.content]
+        ids = [self._loaded.token_to_id(token) for token in tokens]
+        added = self._loaded.get_added_tokens_decoder()
+        ends = {number for number in (*ids, *stops) if number is not None}
+        for number in ends & added.keys():
+            added[number].special = True
+            self._loaded.add_special_tokens([added[number]])
+        self._special = [token.content for token in added.values() if token.special and token.content]
+        self._user_defined = {n: token.content for n, token in added.items() if not token.special}
         probe = self._loaded.encode("a", add_special_tokens=True)
         marked = zip(probe.ids, probe.special_tokens_mask, strict=True)
         begins = [number for number, _ in takewhile(itemgetter(1), marked)]
-        return {"ids": [self._loaded.token_to_id(token) for token in tokens], "begins": begins}
+        return {"ids": ids, "begins": begins}
 
-    def encode(self, text: str, literal: bool, ends: bool, limit: int) -> Answer:
+    def encode(self, text: str, literal: bool, ends: bool, limit: int, mark: str = "") -> Answer:
         """Return the ids of a text, and the start and end of each token in it.
 
         Args:
@@ -102,17 +121,44 @@ class _Child:
             literal: treat special tokens in the text as plain text.
             ends: add the tokenizer's own tokens at the start and the end of the text.
             limit: the largest number of tokens.
+            mark: the mark that `mark` has put into the text. Positions do not count it.
         """
-        self._tokenizer.encode_special_tokens = literal
-        found = self._tokenizer.encode(text, add_special_tokens=ends)
+        found = self._marked_tokens(text, mark) if mark else self._tokens(text, literal, ends)
         if len(found) > limit:
             raise _RefusedError(f"{len(text)} characters make {len(found)} tokens, more than {limit}.")
-        places = found.offsets
-        return {
-            "ids": _packed(found.ids),
-            "starts": _packed([start for start, _ in places]),
-            "ends": _packed([end for _, end in places]),
-        }
+        return {name: _packed([t[i] for t in found]) for i, name in enumerate(("ids", "starts", "ends"))}
+
+    def _tokens(self, text: str, literal: bool, ends: bool = False) -> list[tuple[int, int, int]]:
+        """Return (id, start, end) for each token."""
+        self._tokenizer.encode_special_tokens = literal
+        found = self._tokenizer.encode(text, add_special_tokens=ends)
+        return [(number, *place) for number, place in zip(found.ids, found.offsets, strict=True)]
+
+    def _marked_tokens(self, text: str, mark: str) -> list[tuple[int, int, int]]:
+        """Return the tokens of a chat. Tokens with a mark in them are text.
+
+        As in llama.cpp, the text is cut at its special tokens, and each piece is tokenized alone.
+        """
+        # For each place in the marked text, the marks before it.
+        marks = list(accumulate((character == mark for character in text), initial=0))
+        added = self._tokenizer.get_added_tokens_decoder()
+        cuts = [token for token in self._tokens(text, literal=False) if token[0] in added]
+        tokens, first = [], 0
+        for number, start, end in [*cuts, (None, len(text), len(text))]:
+            before = first - marks[first]
+            pieces = [text[first:start].replace(mark, "")]
+            places = [i - marks[i] - before for i in range(first, start) if text[i] == mark]
+            found = self._tokens(pieces[0], literal=True)
+            # User-defined tokens are recognised in any text, except in one that is cut there.
+            if any(n in added and any(s < place < e for place in places) for n, s, e in found):
+                pieces = text[first:start].split(mark)
+            for piece in filter(None, pieces):
+                tokens += [(n, before + s, before + e) for n, s, e in self._tokens(piece, literal=True)]
+                before += len(piece)
+            if number is not None:
+                tokens.append((number, start - marks[start], end - marks[end]))
+            first = end
+        return tokens
 
     def decode(self, ids: list[int], limit: int) -> Answer:
         """Return the text of ids, without special tokens."""
@@ -131,9 +177,25 @@ class _Child:
         pieces = (decoder.step(self._tokenizer, number) or "" for number in ids)
         return {"text": _bounded("".join(pieces), limit)}
 
-    def has_special(self, texts: list[str]) -> Answer:
-        """Return whether one of the texts contains a special token."""
-        return {"found": any(token in text for text in texts for token in self._special)}
+    def mark(self, texts: list[str], mark: str, written: str) -> Answer:
+        """Put a mark behind the first character of each special token in messages, so that it is text.
+
+        Args:
+            texts: the contents of the messages.
+            mark: a character that is in none of the texts.
+            written: user-defined tokens in this text, a template, also get a mark.
+
+        Return the texts, and one of the tokens, or None.
+        """
+        known = [*self._special, *(token for token in self._user_defined.values() if token in written)]
+        found = sorted({token for token in known if any(token in text for text in texts)})
+        if short := [token for token in found if len(token) == 1]:
+            raise _RefusedError(f"a message contains {short[0]!r}, a special token of one character")
+        if found:
+            # Tokens may overlap, so look ahead and take one character.
+            place = re.compile(f"(?={'|'.join(map(re.escape, found))})(.)", re.DOTALL)
+            texts = [place.sub(rf"\1{mark}", text) for text in texts]
+        return {"texts": texts, "found": found[0] if found else None}
 
     def render(
         self,
@@ -155,9 +217,9 @@ class _Child:
                 messages, as many as the number says, are rendered alone. The answer has the length of that
                 text, or None if the whole text does not begin with it.
             limit: the largest number of characters of a text.
-            today: an ISO date, which templates may print.
+            today: an ISO date, with or without a time, which templates may print.
         """
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         if self._templates is None:
             self._templates = _environment()
@@ -182,10 +244,12 @@ class _Child:
             whole = text_of(messages, prompt)
             parts = (text_of(messages[:count], with_prompt) for count, with_prompt in prefixes)
             lengths = [len(part) if whole.startswith(part) else None for part in parts]
-        except TemplateError as exc:
-            raise _RefusedError(f"{type(exc).__name__}: {exc}") from exc
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
-            raise _RefusedError(f"{type(exc).__name__} in the template") from exc
+        except TemplateSyntaxError as exc:
+            raise _RefusedError(f"The chat template is wrong in line {exc.lineno}: {exc.message}") from exc
+        except _MessagesRefusedError as exc:
+            raise _RefusedError(f"The chat template refuses these messages: {exc}") from exc
+        except (*FAULTS, TemplateError) as exc:
+            raise _RefusedError(f"The chat template fails: {exc}") from exc
         return {"text": whole, "prefixes": lengths}
 
     def extract(self, suffix: str, size: int, limit: int) -> Answer:
@@ -218,7 +282,7 @@ class _Child:
 
 
 def _environment() -> "ImmutableSandboxedEnvironment":
-    from jinja2 import TemplateError, nodes
+    from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -234,7 +298,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
             return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
     def refuse(message: str) -> None:
-        raise TemplateError(message)
+        raise _MessagesRefusedError(message)
 
     # Use the options of transformers, because published templates rely on them.
     environment = ImmutableSandboxedEnvironment(

@@ -85,7 +85,8 @@ class Sandbox:
 
     Args:
         load: returns the bytes of `tokenizer.json`. None if no tokenizer is needed.
-        tokens: the tokens whose ids `start` returns.
+        tokens: the tokens whose ids `start` returns. They are special, whatever the tokenizer says.
+        stops: ids that end a text, so that their tokens are special, too.
 
     Example:
 
@@ -94,9 +95,15 @@ class Sandbox:
         print(answer["text"])
     """
 
-    def __init__(self, load: Callable[[], bytes] | None = None, *, tokens: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        load: Callable[[], bytes] | None = None,
+        *,
+        tokens: tuple[str, ...] = (),
+        stops: tuple[int, ...] = (),
+    ) -> None:
         self._load = load
-        self._tokens = tokens
+        self._tokens, self._stops = tokens, stops
         self._budget_s = BUDGET_S
         self._child: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
@@ -164,7 +171,7 @@ class Sandbox:
         if self._load is None:
             return {}
         data = self._load()
-        request = {"do": "load", "size": len(data), "tokens": self._tokens}
+        request = {"do": "load", "size": len(data), "tokens": self._tokens, "stops": self._stops}
         return self._exchange(json.dumps(request).encode() + b"\n" + data, START_S)
 
     def _exchange(self, data: bytes, call_s: float) -> Mapping[str, Any]:

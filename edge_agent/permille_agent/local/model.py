@@ -151,8 +151,8 @@ class LocalModel:
         """Generate the assistant's next turn. Return the counts and an iterator of pieces of text.
 
         Raises:
-            InputError: the messages are too long, a message has a special token, the model has no chat
-                template, or a setting is out of range.
+            InputError: the messages are too long, the model has no chat template, or a setting is out of
+                range.
             PackageError: the chat template fails.
         """
         return self._generate(self.tokenizer.chat_prompt(messages), variant, sampling)
@@ -161,7 +161,7 @@ class LocalModel:
         """Return a sample. A chat model answers a question, and continues any other prompt.
 
         Raises:
-            InputError: the prompt is empty, too long or has a special token, or a setting is out of range.
+            InputError: the prompt is empty or too long, or a setting is out of range.
             PackageError: the chat template fails.
         """
         if self.tokenizer.can_chat and prompt.rstrip().endswith("?"):

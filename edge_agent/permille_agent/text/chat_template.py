@@ -8,6 +8,7 @@ A package without a template cannot chat, but it can learn conversations, render
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
+from functools import cached_property
 from typing import Any
 
 from permille.errors import InputError, PackageError
@@ -33,11 +34,15 @@ Messages = Sequence[tuple[str, str]]
 
 
 class ChatTemplate:
-    """Renders messages with one template, in the child process of a package."""
+    """Renders messages with one template, in the child process of a package.
+
+    Attributes:
+        source: the template's own text.
+    """
 
     def __init__(self, template: str | None, variables: Mapping[str, str], sandbox: Sandbox) -> None:
         """Take a template and its variables (`bos_token`, `eos_token`)."""
-        self._template = DEFAULT_TEMPLATE if template is None else template
+        self.source = DEFAULT_TEMPLATE if template is None else template
         self._variables = {"bos_token": "", "eos_token": "", **variables}
         self._sandbox = sandbox
 
@@ -49,12 +54,12 @@ class ChatTemplate:
         Args:
             messages: roles and texts.
             add_generation_prompt: append the start of an assistant's turn.
-            today: date for templates that print one, such as Llama 3.2's.
+            today: date, or date and time, for templates that print one, such as Llama 3.2's.
 
         Raises:
             PackageError: the template is not valid, refuses the messages, or exceeds a limit.
         """
-        return str(self._render(messages, add_generation_prompt, (), today)["text"])
+        return str(self._render(self._fitting(messages), add_generation_prompt, (), today)["text"])
 
     def render_with_targets(
         self, messages: Messages, roles: Sequence[str] = ("assistant",)
@@ -73,12 +78,32 @@ class ChatTemplate:
         texts: list[str] = []
         spans: list[tuple[int, int]] = []
         length = 0
-        for window in _windows(messages):
+        for window in _windows(self._fitting(messages)):
             text, found = self._window(window, roles)
             spans += [(length + start, length + end) for start, end in found]
             texts.append(text)
             length += len(text)
         return "".join(texts), tuple(spans)
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """False if the template refuses a system's turn, as Gemma's does, or leaves it out."""
+        said = "You are brief."
+        try:
+            return said in str(self._render((("system", said), ("user", "Hi")), False, ())["text"])
+        except PackageError as exc:
+            if exc.code != "chat-template":
+                raise
+            return False
+
+    def _fitting(self, messages: Messages) -> Messages:
+        """Put a system's turn before the user's if the template does not take it, as llama.cpp does."""
+        if not messages or messages[0][0] != "system" or self._takes_system:
+            return messages
+        (_, told), *rest = messages
+        if rest and rest[0][0] == "user":
+            told, rest = f"{told}\n{rest[0][1]}", rest[1:]
+        return [("user", told), *rest]
 
     def _window(self, messages: Messages, roles: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
         turns = [i for i, (role, said) in enumerate(messages) if role in roles and said.strip()]
@@ -118,7 +143,7 @@ class ChatTemplate:
     ) -> Mapping[str, Any]:
         request = {
             "do": "render",
-            "template": self._template,
+            "template": self.source,
             "variables": self._variables,
             "messages": [{"role": role, "content": content} for role, content in messages],
             "prompt": prompt,

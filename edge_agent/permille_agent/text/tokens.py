@@ -1,12 +1,12 @@
 """Conversion between text and tokens by the package's `tokenizer.json`, without transformers.
 
 The tokenizer is foreign data. It runs in a child process with limits (`permille.sandbox`), together with the
-chat template. Special tokens in the user's text are treated as plain text. Only a chat template can write
-special tokens, and a chat message that contains one is refused.
+chat template. Special tokens in the user's text are treated as plain text, also in the messages of a chat.
+Only a chat template can write special tokens.
 """
 
 from base64 import b64decode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime
@@ -21,10 +21,14 @@ from permille.package.reader import Package
 from permille.sandbox.process import MAX_TOKENS_A_CHARACTER, Sandbox
 from permille.token_bytes import token_bytes
 from permille.tokenizer_files import ReadFile, TokenizerFiles, ends_of_turn
-from permille_agent.text.chat_template import ChatTemplate, answered
+from permille_agent.text.chat_template import ChatTemplate, Messages, answered
 from permille_agent.text.documents import Completion, Content, Conversation, Learn, PlainText, encodable
 
 MAX_DECODED_CHARACTERS = 8 << 20
+PRIVATE = (0xE000, 0x10FFFE)
+"""The code points from the first private one, among which a mark is found that is in no text."""
+
+Spans = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,8 @@ class TextTokenizer:
         self.bos, self.eos = files.special.get("bos"), files.special.get("eos")
         self._learn = learn
         ends = ends_of_turn(files.template)
-        self._sandbox = Sandbox(load, tokens=(self.bos or "", self.eos or "", *ends))
+        tokens = (self.bos or "", self.eos or "", *ends)
+        self._sandbox = Sandbox(load, tokens=tokens, stops=files.stop_ids)
         self.template = ChatTemplate(files.template, files.variables, self._sandbox)
         known = answered(self._sandbox.start, "tokenizer")
         self._bos_id: int | None = known["ids"][0] if self.bos else None
@@ -142,17 +147,19 @@ class TextTokenizer:
 
         Args:
             messages: roles and contents.
-            today: date for templates that print one. None is the current date.
+            today: date, or date and time, for templates that print one. None is the present.
 
         Raises:
-            InputError: the package has no chat template, or a message contains a special token.
+            InputError: the package has no chat template, or as for `tokenize`.
             PackageError: the template fails.
         """
         self.require_chat()
-        self._refuse_special(messages)
-        today = today or datetime.now().astimezone().date()
-        text = self.template.render(messages, add_generation_prompt=True, today=today)
-        return self._encode(text, rendered=True).ids_T
+        now = today or datetime.now().astimezone()
+
+        def render(turns: Messages) -> tuple[str, Spans]:
+            return self.template.render(turns, add_generation_prompt=True, today=now), ()
+
+        return self._chat(messages, render)[0].ids_T
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, without special tokens."""
@@ -180,7 +187,8 @@ class TextTokenizer:
                 dropped.
 
         Raises:
-            InputError: a conversation contains a special token, or a turn is missing in the rendered text.
+            InputError: a turn is missing in the rendered text, or the template changes a turn that contains a
+                special token.
             PackageError: the template fails.
         """
         match content:
@@ -211,13 +219,41 @@ class TextTokenizer:
         return whole.between(max(0, first - kept), None)
 
     def _conversation(self, messages: Sequence[tuple[str, str]]) -> TokenizedDocument:
-        self._refuse_special(messages)
-        text, spans = self.template.render_with_targets(messages, self._learn.roles)
-        return self._document(self._encode(text, rendered=True), text, spans)
+        def render(turns: Messages) -> tuple[str, Spans]:
+            return self.template.render_with_targets(turns, self._learn.roles)
 
-    def _document(
-        self, encoding: "_Encoding", text: str, spans: Sequence[tuple[int, int]]
-    ) -> TokenizedDocument:
+        return self._document(*self._chat(messages, render))
+
+    def _chat(
+        self, messages: Messages, render: Callable[[Messages], tuple[str, "Spans"]]
+    ) -> tuple["_Encoding", str, "Spans"]:
+        """Render messages and tokenize the text. Special tokens in their contents are text.
+
+        The contents are found in the rendered text by marks inside of their special tokens. A template may
+        cut a content or add to it, but must write the same text with the marks as without.
+        """
+        text, spans = render(messages)
+        contents = [said for _, said in messages]
+        mark = next(
+            one for one in map(chr, range(*PRIVATE)) if not any(one in part for part in (text, *contents))
+        )
+        token = None
+        # Templates take some user-defined tokens out of the messages, such as those around a thought. If the
+        # marks are in their way, only special tokens are text.
+        for written in (self.template.source, ""):
+            request = {"do": "mark", "texts": contents, "mark": mark, "written": written}
+            found = self._ask(request, sum(map(len, contents)), "chat-template")
+            if (token := found["found"]) is None:
+                return self._encode(text, rendered=True), text, spans
+            turns = [(role, str(said)) for (role, _), said in zip(messages, found["texts"], strict=True)]
+            marked, _ = render(turns)
+            if marked.replace(mark, "") == text:
+                return self._encode(marked, rendered=True, mark=mark), text, spans
+        raise InputError(
+            f"a message contains the special token {token}, and the chat template changes this message"
+        )
+
+    def _document(self, encoding: "_Encoding", text: str, spans: "Spans") -> TokenizedDocument:
         begins = len(self._begins)
         ids_T, starts_T, ends_T = encoding.ids_T, encoding.starts_T, encoding.ends_T
         target_T = np.zeros(len(ids_T), dtype=np.bool_)
@@ -228,20 +264,29 @@ class TextTokenizer:
         bytes_T = token_bytes(text, ends_T)
         return TokenizedDocument(ids_T[begins:], target_T[begins:], bytes_T[begins:], self._begins)
 
-    def _encode(self, text: str, *, rendered: bool) -> "_Encoding":
+    def _encode(self, text: str, *, rendered: bool, mark: str = "") -> "_Encoding":
         """Tokenize a text, and begin it as the model reads it in use.
 
-        Special tokens are recognised only in text that a chat template rendered. Elsewhere they are text.
+        Special tokens are recognised only in text that a chat template rendered, and not if they contain
+        `mark`. Elsewhere they are text. Positions in the text do not count the marks.
         """
         limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
         own = not rendered
-        request = {"do": "encode", "text": encodable(text), "literal": own, "ends": own, "limit": limit}
+        request = {
+            "do": "encode",
+            "text": encodable(text),
+            "literal": own,
+            "ends": own,
+            "limit": limit,
+            "mark": mark,
+        }
         answer = self._ask(request, len(text))
         packed = (b64decode(answer[name]) for name in ("ids", "starts", "ends"))
         found = _Encoding(*(np.frombuffer(data, np.uint32).astype(np.int64) for data in packed))
         same = len(found.ids_T) == len(found.starts_T) == len(found.ends_T)
         # The child runs foreign data, so its answer is checked like any input.
-        if not same or (len(found.ends_T) and found.ends_T.max() > len(text)):
+        length = len(text.replace(mark, "") if mark else text)
+        if not same or (len(found.ends_T) and found.ends_T.max() > length):
             raise PackageError("tokenizer", "The tokenizer returned positions outside of the text")
         added = len(begun(found.ids_T.tolist(), self._begins)) - len(found.ids_T)
         nowhere = np.zeros(added, dtype=np.int64)
@@ -251,13 +296,10 @@ class TextTokenizer:
             np.concatenate([nowhere, found.ends_T]),
         )
 
-    def _ask(self, request: Mapping[str, object], characters: int) -> Mapping[str, Any]:
-        return answered(lambda: self._sandbox.ask(request, characters=characters), "tokenizer")
-
-    def _refuse_special(self, messages: Sequence[tuple[str, str]]) -> None:
-        texts = [content for _, content in messages]
-        if self._ask({"do": "has_special", "texts": texts}, sum(map(len, texts)))["found"]:
-            raise InputError("a message contains a special token of the model")
+    def _ask(
+        self, request: Mapping[str, object], characters: int, code: str = "tokenizer"
+    ) -> Mapping[str, Any]:
+        return answered(lambda: self._sandbox.ask(request, characters=characters), code)
 
 
 @dataclass(frozen=True, slots=True)

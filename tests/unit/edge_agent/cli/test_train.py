@@ -289,10 +289,10 @@ def test_chat_keeps_the_conversation_until_it_is_reset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home, _ = home_with_package(tmp_path / "chatting", chat_template=CHATML)
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nbad </s>\nagain\n/reset\nnew\n/exit\nnever\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nbad \udcff\nagain\n/reset\nnew\n/exit\nnever\n"))
     assert _run(home, "chat", "--max-tokens", "3", "--system", "Be brief.") == 0
     captured = capsys.readouterr()
-    assert "not sent: a message contains a special token" in captured.err
+    assert "not sent: half of a surrogate pair" in captured.err
     assert "never" not in captured.out
 
 

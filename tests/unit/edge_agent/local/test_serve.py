@@ -279,7 +279,6 @@ def test_a_host_that_is_not_loopback_is_refused(server: LocalServer, host: str) 
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages: Send"),
         ("/v1/chat/completions", {"messages": [{"role": "bot", "content": "x"}]}, 400, "role: Send"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a </s>"}]}, 400, "special token"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
@@ -395,6 +394,7 @@ ODD: list[tuple[str, bytes | dict[str, Any]]] = [
     (CHAT, {"max_tokens": -1, "max_completion_tokens": 2, "messages": [HI], "seed": 1 << 70}),
     (CHAT, {"max_tokens": -1, "messages": [HI], "stop": "e"}),
     (CHAT, {"max_tokens": 2, "messages": [HI, {"role": "assistant", "content": None}, HI]}),
+    (CHAT, {"max_tokens": 2, "messages": [{"role": "user", "content": "What is <s>old</s> in HTML?"}]}),
     (
         CHAT,
         {
@@ -424,6 +424,16 @@ def test_what_programs_really_send_is_answered(
     status, answer, _ = _ask(server, "POST", path, raw=raw, headers=headers)
     assert status == 200, answer
     assert json.loads(answer)
+
+
+def test_what_a_template_refuses_is_a_matter_of_the_request(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = "{{ raise_exception('turns must alternate') }}"
+    monkeypatch.setattr(server.model.tokenizer.template, "source", refusing)
+    status, answer, _ = _ask(server, "POST", CHAT, {"messages": [HI, HI]})
+    assert status == 400
+    assert "turns must alternate" in json.loads(answer)["error"]["message"]
 
 
 def test_the_turns_of_tools_are_left_out_and_half_an_emoji_is_replaced(server: LocalServer) -> None:

@@ -68,6 +68,44 @@ def test_a_turn_that_the_template_drops_is_refused() -> None:
 @pytest.mark.parametrize(
     "template",
     [
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML,
+        CHATML.replace("messages %}", "messages if m.role != 'system' %}", 1),
+    ],
+    ids=["refused", "left out"],
+)
+def test_a_systems_turn_that_a_template_does_not_take_is_put_before_the_users(template: str) -> None:
+    chat = ChatTemplate(template, {}, Sandbox())
+    assert chat.render(TALK[:2]) == "<|im_start|>user\nBe brief.\nHi<|im_end|>\n"
+    assert chat.render(TALK[:1]) == "<|im_start|>user\nBe brief.<|im_end|>\n"
+    assert chat.render(TALK[1:2]) == "<|im_start|>user\nHi<|im_end|>\n"
+    text, spans = chat.render_with_targets(TALK)
+    assert [text[start:end] for start, end in spans] == ["Hello you<|im_end|>\n", "See you<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("a\n{% for %}", "is wrong in line 2: Expected an expression"),
+        ("{{ a | bogus }}", "No filter named 'bogus'"),
+        ("{{ 1 // 0 }}", "fails: integer division"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
+    ],
+)
+def test_the_fault_of_a_template_is_told_in_words(template: str, words: str) -> None:
+    with pytest.raises(PackageError, match=words) as failed:
+        ChatTemplate(template, {}, Sandbox()).render((("user", "Hi"),))
+    assert "Error" not in str(failed.value)
+
+
+def test_a_chat_has_the_time_of_day() -> None:
+    now = datetime(2026, 11, 28, 21, 42).astimezone()
+    chat = ChatTemplate("{{ strftime_now('%d %b %Y %H:%M') }}", {}, Sandbox())
+    assert chat.render((("user", "Hi"),), today=now) == "28 Nov 2026 21:42"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
         "{{ messages.__class__.__mro__ }}",
         "{{ ''.__class__.__base__.__subclasses__() }}",
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}",

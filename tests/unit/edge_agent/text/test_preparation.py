@@ -65,15 +65,15 @@ def _talk(user: str, assistant: str = "the river") -> Document:
 
 def test_conversations_that_cannot_be_shown_are_counted_without_their_text() -> None:
     refusing = "{% if 'secret' in messages[0].content %}{{ raise_exception(messages[0].content) }}{% endif %}"
-    refusing += "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    refusing += "{% for m in messages %}{{ m.content | replace('</s>', '') }}|{% endfor %}"
     report = DataReport()
-    documents = [_talk("fine"), _talk("my secret"), _talk("a </s> b"), Document("x", PlainText("y"))]
+    documents = [_talk("fine"), _talk("my secret"), _talk("a </s> b </s>"), Document("x", PlainText("y"))]
     known, tokens = tokenize(documents, _tokenizer(refusing), report, row_tokens=32)
     assert [document.group for document in known] == ["fine"]
     assert len(tokens) == 1
     assert dict(report.bad_rows) == {
         "refused by the chat template": 1,
-        "a message contains a special token of the model": 1,
+        "a message contains the special token </s>, and the chat template changes this message": 1,
         "no token that counts in the loss": 1,
     }
     assert "secret" not in " ".join(report.examples)
