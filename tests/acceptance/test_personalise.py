@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_a_killed_command_goes_on_to_the_same_model(
             text=True,
             start_new_session=True,
             # A shell's background jobs ignore SIGINT, and what they start inherits that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         _wait_for(work, pattern, process)
         process.send_signal(number)

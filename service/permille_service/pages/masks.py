@@ -38,6 +38,13 @@ class TensorRow(BaseModel):
     coverage: float
 
 
+class BaseEvidence(BaseModel):
+    """The loss of the base on the corpus, in nats per token, and what is odd about it."""
+
+    loss: float
+    remarks: list[str]
+
+
 class MaskEvidence(BaseModel):
     """The report that the job of a mask has written."""
 
@@ -46,6 +53,7 @@ class MaskEvidence(BaseModel):
     coverage: float
     curve: list[CurvePoint]
     tensors: list[TensorRow]
+    base: BaseEvidence | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

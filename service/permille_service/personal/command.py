@@ -500,7 +500,7 @@ def _install(request: Request, programs: Programs, say: Callable[[str], None], *
         corpus = _add_corpus(request, programs, texts)
         if not programs.permille("releases", "list"):
             say(f"   Finding the model's sensitive weights with {corpus}. This takes some minutes.")
-            _build(request, programs, quiet=quiet)
+            _build(request, programs, say, quiet=quiet)
         # Only the build reads the model's copy in float32, which is several times as large as a GGUF file.
         shutil.rmtree(models / FOLDERS, ignore_errors=True)
         invitation = programs.permille("invitations", "create", "--release", NAME)["invitation"]
@@ -517,7 +517,7 @@ def _end_enrolment(programs: Programs) -> None:
         programs.agent("unenroll", "--local-only")
 
 
-def _build(request: Request, programs: Programs, *, quiet: bool) -> None:
+def _build(request: Request, programs: Programs, say: Callable[[str], None], *, quiet: bool) -> None:
     job = programs.permille(
         *("builds", "create", "--model", "model", "--corpus", "corpus", *MASK, "--no-wait"),
         *("--density", str(request.density), "--scheme", request.scheme.value),
@@ -527,8 +527,12 @@ def _build(request: Request, programs: Programs, *, quiet: bool) -> None:
         # With the idempotency key, the service returned the failed job of an earlier run of this command.
         programs.permille("jobs", "retry", job["id"])
     programs.follow(job["id"], quiet=quiet)
-    package = programs.permille("builds", "show", job["id"])["package_digest"]
-    programs.permille("releases", "publish", NAME, "--package", package, "--alias", "stable")
+    build = programs.permille("builds", "show", job["id"])
+    base = programs.permille("masks", "report", build["mask_id"])["base"]
+    say(f"   loss of the model on the public text: {base['loss']:.3f} nats per token")
+    for remark in base["remarks"]:
+        say(f"   Look at this: {remark}")
+    programs.permille("releases", "publish", NAME, "--package", build["package_digest"], "--alias", "stable")
 
 
 def _add_corpus(request: Request, programs: Programs, texts: Path) -> str:
