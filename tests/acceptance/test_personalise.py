@@ -106,7 +106,7 @@ def test_a_killed_command_goes_on_to_the_same_model(
             text=True,
             start_new_session=True,
             # A shell's background jobs ignore SIGINT, and what they start inherits that.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
         )
         _wait_for(work, pattern, process)
         process.send_signal(number)

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
 
 from permille.store import rows
 from permille.telemetry import Trace, current
@@ -100,9 +101,9 @@ def test_streams_end_and_nothing_is_cut_off_when_the_process_stops(tmp_path: Pat
     assert "Cancel" not in log
 
 
-def test_an_empty_metrics_token_lets_nobody_in(tmp_path: Path) -> None:
-    with running_api(tmp_path, metrics_token="") as api:
-        assert api.client.get("/metrics", headers={"Authorization": "Bearer "}).status_code == 404
+def test_an_empty_metrics_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="metrics_token"), running_api(tmp_path, metrics_token=""):
+        pass
 
 
 def test_an_unexpected_error_has_an_id_and_is_counted(
