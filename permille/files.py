@@ -7,14 +7,9 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
-from typing import Final
 
 from permille.errors import OperatorError
 
-DOCUMENT_SUFFIXES: Final = (".docx", ".eml", ".htm", ".html", ".mbox", ".pdf")
-"""Suffixes of the documents that `permille.sandbox.documents` reads."""
-TEXT_SUFFIXES: Final = (".txt", ".md", ".jsonl", *DOCUMENT_SUFFIXES, ".json")
-"""Suffixes of the files that a device trains on."""
 _MOST_LINKS = 40  # the limit of Linux
 
 

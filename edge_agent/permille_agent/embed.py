@@ -35,7 +35,8 @@ from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import InstalledRelease
 from permille_agent.text.documents import Document, Learn
 from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, prepare
-from permille_agent.text.reading import DataReport, read_documents
+from permille_agent.text.reading import read_documents
+from permille_agent.text.report import DataReport
 from permille_agent.text.rows import (
     Row,
     TrainingBatches,

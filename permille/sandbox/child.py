@@ -19,6 +19,7 @@ import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from datetime import datetime
 from itertools import accumulate, takewhile
 from operator import itemgetter
@@ -252,27 +253,30 @@ class _Child:
             raise _RefusedError(f"The chat template fails: {exc}") from exc
         return {"text": whole, "prefixes": lengths}
 
-    def extract(self, suffix: str, size: int, limit: int) -> Answer:
+    def extract(self, kind: str, size: int, limit: int) -> Answer:
         """Return the texts of a document of `size` bytes, which follow the request.
 
-        Mail gives one text per message.
+        Each text comes with its charset and, if it was skipped, the reason. Mail gives one text per message.
         """
+        from permille.sandbox.decoding import UnreadableError
         from permille.sandbox.documents import texts_of
 
         data = sys.stdin.buffer.read(size)
         try:
-            texts = texts_of(suffix, data)
+            texts = texts_of(kind, data)
         except MemoryError:
             raise
+        except UnreadableError as exc:
+            raise _RefusedError(str(exc)) from exc
         except ModuleNotFoundError as exc:
             raise _RefusedError(
-                f"reading {suffix} needs {exc.name}: pip install 'permille[documents]'"
+                f"reading {kind} needs {exc.name}: pip install 'permille[documents]'"
             ) from exc
         except Exception as exc:  # a library may raise anything for a damaged document
-            raise _RefusedError(f"cannot be read as {suffix} ({type(exc).__name__})") from exc
-        if sum(map(len, texts)) > limit:
+            raise _RefusedError(f"damaged, or no {kind} file") from exc
+        if sum(len(one.text) for one in texts) > limit:
             raise _RefusedError(f"more than {limit} characters")
-        return {"texts": texts}
+        return {"texts": [astuple(one) for one in texts]}
 
     @property
     def _tokenizer(self) -> "Tokenizer":

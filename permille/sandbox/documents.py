@@ -1,59 +1,152 @@
-"""Text extraction from PDF, Word, HTML and mail.
+"""Text extraction from text in any charset, HTML, mail, tables, RTF, PDF and Word.
 
 Such documents may come from strangers, and some are compressed. So they are read in the child
-process (`child.py`), within its limits. PDF and Word need one library each (the extra `documents`).
-HTML and mail need only the standard library.
+process (`child.py`), within its limits. PDF, Word and RTF need one library each (the extra `documents`).
+HTML, mail and tables need only the standard library.
 """
 
+import csv
 import email
 import re
-from collections.abc import Iterator
-from email.message import EmailMessage
-from email.policy import default
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from email.message import Message
+from email.policy import compat32
 from html.parser import HTMLParser
-from io import BytesIO
+from io import BytesIO, StringIO
 from typing import Final
+
+from permille.sandbox.decoding import UnreadableError, decode
 
 _BLOCKS: Final = re.compile(
     "address|article|blockquote|br|dd|div|dt|h[1-6]|hr|li|p|pre|section|table|t[dhr]|ul"
 )
 _SILENT: Final = re.compile("script|style|template|title")
-_FROM_LINE: Final = re.compile(rb"^From .*\r?\n", re.MULTILINE)
-_QUOTED: Final = re.compile(r"^>.*\n?", re.MULTILINE)
 _SPACE: Final = re.compile(r"[ \t\r\f\v\n]+")
+# A page or a form of XML names its charset near its beginning.
+_DECLARED: Final = re.compile(
+    rb"""<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE
+)
+_DECLARED_WITHIN: Final = 4096
+_MAX_CELL: Final = 1 << 28  # characters; the default would refuse a long note in a table
+_FROM_LINE: Final = re.compile(rb"^From ([^\n]{0,300})\n", re.MULTILINE)
+_FROM_DATE: Final = re.compile(
+    rb"\b[A-Z][a-z]{2},? +(?:[A-Z][a-z]{2} +\d|\d{1,2} +[A-Z][a-z]{2}).{1,20}\d:\d\d"
+)
+_HEADER: Final = re.compile(
+    rb"(?:Return-Path|Received|Delivered-To|From|To|Cc|Date|Subject|Message-ID|MIME-Version|Status"
+    rb"|(?:Content|DKIM|X)-[\w-]+):",
+    re.IGNORECASE,
+)
+_QUOTED_FROM: Final = re.compile(rb"^>(>*From )", re.MULTILINE)
+_LENGTH: Final = re.compile(rb"^Content-Length: *(\d+)\s*$", re.MULTILINE | re.IGNORECASE)
+_QUOTED: Final = re.compile(r"^[ \t]*>.*\n?", re.MULTILINE)
+# The words above a quotation: one or two lines with a date that end with a colon.
+_ATTRIBUTION: Final = re.compile(
+    r"^(?!>)[^\n]{0,120}\d[^\n]{0,120}(?:\n(?!>)[^\n]{1,120})?:[ \t]*\n\s*(?=>)", re.MULTILINE
+)
+# The header that some programs put above a whole quoted mail.
+_ORIGINAL: Final = re.compile(
+    r"^(?:[ \t]*-{3,}[^\n]{3,40}-{3,}[ \t]*|[ \t]*_{10,}[ \t]*)\n\s*(?=[^\n:]{2,12}: ).*",
+    re.MULTILINE | re.DOTALL,
+)
 
 
-def texts_of(suffix: str, data: bytes) -> list[str]:
-    """Return the texts of a document whose file name has this suffix. Mail gives one text per message.
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """A text of a document, and the charset that was used. Without a text, the reason why it was skipped."""
+
+    text: str = ""
+    charset: str = "utf-8"
+    reason: str = ""
+
+
+def texts_of(kind: str, data: bytes) -> list[Extracted]:
+    """Return the texts of a document of this kind (`permille.text_files`). Mail gives one per message.
 
     Raises:
         ModuleNotFoundError: the library that reads such documents is not installed.
+        UnreadableError: the document cannot be read.
         Exception: the document is damaged. The libraries raise errors of many types.
     """
-    match suffix:
-        case ".pdf":
-            from pypdf import PdfReader
-
-            return ["\n\n".join(page.extract_text() for page in PdfReader(BytesIO(data)).pages)]
-        case ".docx":
-            from docx import Document
-
-            return ["\n\n".join(text for text in _paragraphs(Document(BytesIO(data))) if text.strip())]
-        case ".html" | ".htm":
-            return [html_text(data.decode("utf-8-sig"))]
-        case ".mbox":
-            return list(_mailbox(data))
-    return [_mail(data)]
+    if kind == ".mbox":
+        return [_extracted(_mail, message) for message in _messages(data)]
+    return [_READERS.get(kind, decode_extracted)(data)]
 
 
-def html_text(source: str) -> str:
+def decode_extracted(data: bytes) -> Extracted:
+    """Return the text of a file of plain text."""
+    return Extracted(*decode(data))
+
+
+def _extracted(read: Callable[[bytes], Extracted], data: bytes) -> Extracted:
+    """Read one message. A message that cannot be read costs its mailbox no other."""
+    try:
+        return read(data)
+    except UnreadableError as exc:
+        return Extracted(reason=str(exc))
+    except (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return Extracted(reason="a damaged mail")
+
+
+def _pdf(data: bytes) -> Extracted:
+    from pypdf import PdfReader
+
+    reader = PdfReader(BytesIO(data))
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise UnreadableError("has a password")
+    text = "\n\n".join(page.extract_text() for page in reader.pages)
+    return Extracted(text, reason="" if text.strip() else "has no text, only pictures: perhaps a scan")
+
+
+def _word(data: bytes) -> Extracted:
+    from docx import Document
+
+    return Extracted("\n\n".join(text for text in _paragraphs(Document(BytesIO(data))) if text.strip()))
+
+
+def _rtf(data: bytes) -> Extracted:
+    from striprtf.striprtf import rtf_to_text
+
+    if not data.lstrip().startswith(b"{\\rtf"):
+        return decode_extracted(data)
+    # The file is ASCII and names the charset of its escapes itself.
+    return Extracted(rtf_to_text(data.decode("latin-1"), errors="replace"))
+
+
+def _table(data: bytes) -> Extracted:
+    """Return the rows of a table as lines of cells."""
+    text, charset = decode(data)
+    csv.field_size_limit(_MAX_CELL)
+    try:
+        dialect: type[csv.Dialect] = csv.Sniffer().sniff(text[:_DECLARED_WITHIN], ",;\t|")
+    except csv.Error:
+        dialect = csv.excel
+    try:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(StringIO(text), dialect)]
+    except csv.Error as exc:
+        raise UnreadableError("not a table of comma-separated values") from exc
+    return Extracted("\n".join("\t".join(filter(None, row)) for row in rows if any(row)), charset)
+
+
+def _html(data: bytes) -> Extracted:
+    declared = _DECLARED.search(data[:_DECLARED_WITHIN])
+    text, charset = decode(data, declared[1].decode("ascii") if declared else None)
+    return Extracted(html_text(text), charset)
+
+
+def html_text(source: str, *, marks_quotations: bool = False) -> str:
     r"""Return the visible text of a page, one paragraph per block.
 
     Example:
         >>> html_text("<h1>Hello</h1><p>big <b>world</b><script>1</script></p>")
         'Hello\n\nbig world'
+
+    Args:
+        source: the page.
+        marks_quotations: write `> ` before quotations, as mail does.
     """
-    page = _Page()
+    page = _Page(marks_quotations=marks_quotations)
     page.feed(source)
     page.close()
     return page.text()
@@ -62,34 +155,49 @@ def html_text(source: str) -> str:
 class _Page(HTMLParser):
     """A parser that collects the text outside of scripts and styles."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, marks_quotations: bool) -> None:
         super().__init__()
         self._blocks = [""]
         self._silent = 0
+        self._quoted: list[bool] = [False]
+        self._depth = 0
+        self._marks_quotations = marks_quotations
+
+    def parse_html_declaration(self, i: int) -> int:
+        """Skip a declaration. The base class fails on one such as `<![FOR]>`, which Word writes."""
+        try:
+            return super().parse_html_declaration(i)
+        except AssertionError:
+            return self.parse_bogus_comment(i)
 
     def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002 - the name is html.parser's
         """Begin a paragraph with each block."""
         # Count the depth, because these elements may be nested: a template may contain a script.
         self._silent += _SILENT.fullmatch(tag) is not None
-        if _BLOCKS.fullmatch(tag):
-            self._blocks.append("")
+        self._depth += tag == "blockquote"
+        self._begin_block(tag)
 
     def handle_endtag(self, tag: str) -> None:
         """End the paragraph with each block."""
         # Do not count below 0, because a page may close an element that it never opened.
         self._silent = max(0, self._silent - (_SILENT.fullmatch(tag) is not None))
-        if _BLOCKS.fullmatch(tag):
-            self._blocks.append("")
+        self._depth = max(0, self._depth - (tag == "blockquote"))
+        self._begin_block(tag)
 
     def handle_data(self, data: str) -> None:
         """Collect the text between tags."""
         if not self._silent:
             self._blocks[-1] += data
 
+    def _begin_block(self, tag: str) -> None:
+        if _BLOCKS.fullmatch(tag):
+            self._blocks.append("")
+            self._quoted.append(self._marks_quotations and self._depth > 0)
+
     def text(self) -> str:
         """Return the paragraphs. Runs of white space become single spaces."""
-        found = (_SPACE.sub(" ", block).strip() for block in self._blocks)
-        return "\n\n".join(block for block in found if block)
+        found = zip((_SPACE.sub(" ", block).strip() for block in self._blocks), self._quoted, strict=True)
+        return "\n\n".join(f"> {block}" if quoted else block for block, quoted in found if block)
 
 
 def _paragraphs(document: object) -> Iterator[str]:
@@ -103,27 +211,99 @@ def _paragraphs(document: object) -> Iterator[str]:
             yield part.text
 
 
-def _mailbox(data: bytes) -> Iterator[str]:
-    """Yield the texts of messages.
+def _messages(data: bytes) -> Iterator[bytes]:
+    """Yield the messages of a mailbox.
 
-    A message that is damaged or has an unknown charset gives an empty text.
+    `mailbox` of the standard library cuts a message at each line that begins with `From `. Such lines within
+    a message are quoted by `>` (RFC 4155), left as they are, or hidden behind a header with the length.
     """
-    # A message begins with a line `From `. Such lines within a message are quoted by `>` (RFC 4155).
-    for message in _FROM_LINE.split(data):
-        if message.strip():
-            try:
-                yield _mail(message.replace(b"\n>From ", b"\nFrom "))
-            except (LookupError, RecursionError, TypeError, ValueError):
-                yield ""
+    lines = [line for line in _FROM_LINE.finditer(data) if _separates(data, line)]
+    begin = end = 0
+    for line in lines:
+        if line.start() < end:  # a line within the message before, whose length is known
+            continue
+        yield from _message(data, begin, line.start())
+        begin = line.end()
+        end = _end_by_length(data, begin)
+    yield from _message(data, begin, len(data))
 
 
-def _mail(data: bytes) -> str:
-    """Return the text of a message without its quotations, or an empty text if it has none."""
-    message = email.message_from_bytes(data, _class=EmailMessage, policy=default)
-    body = message.get_body(preferencelist=("plain", "html"))
-    if body is None:
-        return ""
-    text = str(body.get_content())
-    if body.get_content_type() == "text/html":
-        text = html_text(text)
-    return _QUOTED.sub("", text.replace("\r\n", "\n"))
+def _message(data: bytes, begin: int, end: int) -> Iterator[bytes]:
+    if message := data[begin:end].strip(b"\r\n"):
+        yield _QUOTED_FROM.sub(rb"\1", message)
+
+
+def _separates(data: bytes, line: re.Match[bytes]) -> bool:
+    """Return whether a line that begins with `From ` stands above a message, not within one."""
+    # Some programs write no date, but an empty line before and the header of the message after it.
+    before = data[max(0, line.start() - 4) : line.start()].replace(b"\r", b"")
+    return _FROM_DATE.search(line[1]) is not None or (
+        (not before or before.endswith(b"\n\n")) and _HEADER.match(data, line.end()) is not None
+    )
+
+
+def _end_by_length(data: bytes, begin: int) -> int:
+    """Return the end of a message by its header `Content-Length`, or 0 if it has none that is right."""
+    head = re.compile(rb"\r?\n\r?\n").search(data, begin)
+    length = _LENGTH.search(data, begin, head.start() + 1) if head else None
+    if head is None or length is None or len(length[1]) > 12:
+        return 0
+    end = head.end() + int(length[1])
+    rest = data[end : end + 8].lstrip(b"\r\n")
+    return end if end <= len(data) and (not rest or rest.startswith(b"From")) else 0
+
+
+def _emlx(data: bytes) -> Extracted:
+    """Read a message of Apple Mail: the number of its bytes, the message, and a list of properties."""
+    length, _, rest = data.partition(b"\n")
+    return _mail(rest[: int(length)] if length.strip().isdigit() else data)
+
+
+def _mail(data: bytes) -> Extracted:
+    """Return the text of a message without its quotations."""
+    # `policy.default` raises errors of many types for headers that break the rules. Only the type of content
+    # and its charset are needed here, and `compat32` reads these from any header.
+    message = email.message_from_bytes(data, policy=compat32)
+    parts = list(_bodies(message))
+    if not parts:
+        return Extracted(reason="a mail without text")
+    text = "\n\n".join(part.text for part in parts).replace("\r\n", "\n")
+    text = _ORIGINAL.sub("", _QUOTED.sub("", _ATTRIBUTION.sub("", text)))
+    text = re.sub(r"\n{3,}", "\n\n", text)
+    charset = next((part.charset for part in parts if part.charset != "utf-8"), "utf-8")
+    return Extracted(text, charset, "" if text.strip() else "a mail without own text")
+
+
+def _bodies(part: Message) -> Iterator[Extracted]:
+    """Yield the texts that a mail shows: of alternatives the plain one, and of other parts all."""
+    kind = part.get_content_type()
+    # A forwarded mail is by somebody else.
+    if part.get_content_disposition() == "attachment" or kind.startswith("message/"):
+        return
+    if part.is_multipart():
+        parts = [one for one in part.get_payload() if isinstance(one, Message)]
+        found = [list(_bodies(one)) for one in parts]
+        if kind == "multipart/alternative":
+            # The order is from the plainest to the richest.
+            yield from next((texts for texts in found if any(one.text.strip() for one in texts)), [])
+        else:
+            yield from (text for texts in found for text in texts)
+    elif kind in ("text/plain", "text/html"):
+        data = part.get_payload(decode=True)
+        text, charset = decode(data if isinstance(data, bytes) else b"", part.get_content_charset())
+        if kind == "text/html":
+            text = html_text(text, marks_quotations=True)
+        elif str(part.get_param("format", "")).lower() == "flowed":
+            text = re.sub(r"(?m)^(?!-- $)(.*) \r?\n(?!>)", r"\1 ", text)  # RFC 3676: soft line breaks
+        yield Extracted(text, charset)
+
+
+_READERS: Final[dict[str, Callable[[bytes], Extracted]]] = {
+    ".csv": _table,
+    ".docx": _word,
+    ".eml": _mail,
+    ".emlx": _emlx,
+    ".html": _html,
+    ".pdf": _pdf,
+    ".rtf": _rtf,
+}

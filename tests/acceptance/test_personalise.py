@@ -182,6 +182,14 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         ("--folder", str(NOTES), *text): "is a file. Name a GGUF file with --gguf",
         ("--gguf", str(tmp_path / "cut.gguf"), *text): "cut.gguf is truncated",
         (*model, *text, "--work", str(NOTES)): "is a file. Name a folder",
+        (*model, *text, "--work", str(NOTES / "w")): "cannot be used: Not a directory. Name another --work",
+        (*model, *text, "--work", "w" * 300): "cannot be used: File name too long. Name another --work",
+        (
+            *model,
+            *text,
+            "--work",
+            "/proc/w",
+        ): "cannot be used: No such file or directory. Name",
         (*model, "--text", str(NOTES.parent), "--work", str(NOTES.parent / "w")): "lies in your text",
         # Training skips hidden folders, so the next check refuses.
         (*model, "--text", str(NOTES.parent), "--work", str(NOTES.parent / ".w"), "--out", str(NOTES)): (

@@ -34,7 +34,7 @@ EngineOption = Annotated[
     ),
 ]
 
-TEXT_FILES = ".txt, .md, .jsonl, .html, .eml, .mbox, .pdf, .docx, ChatGPT's conversations.json"
+TEXT_FILES = "notes, mail, PDF, Word, .jsonl, exports of ChatGPT, WhatsApp and Telegram"
 UNWRAPPED = 4096  # columns per line of output that does not go to a terminal
 
 

@@ -17,7 +17,12 @@ from permille_agent.cli.console import (
     home_of,
     show,
 )
-from permille_agent.state.choices import add_references, read_references, remove_references
+from permille_agent.state.choices import (
+    add_references,
+    read_references,
+    remove_references,
+    repair_references,
+)
 from permille_agent.state.home import Home
 from permille_agent.state.lock import hold_lock
 
@@ -91,6 +96,24 @@ def data_list(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the files and folders that the daemon trains on."""
 
     show({"data": [str(path) for path in read_references(home_of(context))]}, as_json=as_json)
+
+
+@data.command("repair")
+def data_repair(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Write a damaged list of files and folders again. Your files stay as they are.
+
+    [bold]Examples[/bold]
+
+      permille-agent data repair
+
+    This keeps each path that can still be read, and shows them. Add the missing ones again with
+    `permille-agent data add`.
+    """
+
+    home = home_of(context)
+    with hold_lock(home, "data", wait_s=10.0):
+        kept = repair_references(home)
+    show({"data": [str(path) for path in kept]}, as_json=as_json)
 
 
 @data.command("remove")

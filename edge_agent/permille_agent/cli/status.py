@@ -121,6 +121,7 @@ class Status:
                 "run_id": self.run_id,
                 "outcome": self.outcome.metrics.outcome.value if self.outcome else "unfinished",
                 "learn": self.learn and self.learn.value,
+                "text": self.outcome and self.outcome.data.summary(),
                 "metrics": self.outcome and as_json(self.outcome.metrics),
             },
             "reports": {

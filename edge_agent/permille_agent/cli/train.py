@@ -320,6 +320,8 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
     console.print(f"[{colour}]{words}[/{colour}]: {escape(result.message)}", highlight=False)
     if log.value == "queued":
         console.print("Your log or trained values wait to be sent. `permille-agent report` sends them now.")
+    if result.data is not None:
+        console.print(f"your text: {result.data.summary()}", markup=False, highlight=False)
     for example in result.bad_row_examples[:SHOWN_EXAMPLES]:
         # File names may contain brackets, which rich would read as markup.
         console.print(f"  {example}", markup=False, highlight=False)

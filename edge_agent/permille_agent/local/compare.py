@@ -8,7 +8,7 @@ from pathlib import Path
 
 from permille.errors import InputError
 from permille_agent.local.model import LocalModel, Sampling, Variant
-from permille_agent.state.home import Home
+from permille_agent.state.home import Home, path_of
 from permille_agent.text.documents import Content, Conversation, PlainText
 from permille_agent.text.preparation import prepare, tokenize
 from permille_agent.text.reading import read_documents, survey
@@ -152,7 +152,7 @@ def test_prompts(folder: RunFolder, model: LocalModel) -> list[str]:
     if the model can chat.
     """
     options = folder.require("run", BegunRun).definition.options
-    paths = (folder.load("data", TextSource) or TextSource()).paths
+    paths = [path_of(path) for path in (folder.load("data", TextSource) or TextSource()).paths]
     if not paths:
         return []
     documents, _ = survey(paths)

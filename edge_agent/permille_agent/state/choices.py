@@ -8,22 +8,32 @@
   agreed.
 """
 
+import json
+import os
 import secrets
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
 
 from permille.errors import InputError, OperatorError
-from permille_agent.state.home import Home, overwrite_record, read_record, write_record
+from permille_agent.state.home import (
+    Home,
+    overwrite_record,
+    path_of,
+    read_record,
+    stored_path,
+    write_record,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReferences:
-    """Contents of `data.json`."""
+    """Contents of `data.json`: paths, as `stored_path` writes them."""
 
-    paths: tuple[Path, ...] = ()
+    paths: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +50,7 @@ class Consent:
 
 def read_references(home: Home) -> tuple[Path, ...]:
     """Return the files and folders that the daemon trains on, in the order of their addition."""
-    return (read_record(home.data, DataReferences) or DataReferences()).paths
+    return tuple(map(path_of, (read_record(home.data, DataReferences) or DataReferences()).paths))
 
 
 def add_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
@@ -69,6 +79,36 @@ def remove_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
             "list` to see the added ones."
         )
     return _write(home, [path for path in known if path not in wanted])
+
+
+def repair_references(home: Home) -> tuple[Path, ...]:
+    """Write a damaged list of references again, with the paths that can still be read of it.
+
+    For example, a flipped bit in one path leaves the others. A list that is not damaged stays as it is.
+
+    Returns:
+        The remaining references.
+
+    Raises:
+        OperatorError: the file cannot be read or written.
+    """
+    with suppress(OperatorError):
+        return read_references(home)
+    try:
+        found = json.loads(home.data.read_bytes())["paths"]
+    except (LookupError, RecursionError, TypeError, ValueError):
+        found = []
+    except OSError as exc:
+        raise OperatorError(f"Cannot read {home.data}: {exc}") from exc
+    names = found if isinstance(found, list) else []
+    return _write(home, [path_of(name) for name in names if isinstance(name, str) and _is_path(name)])
+
+
+def _is_path(name: str) -> bool:
+    try:
+        return os.fsencode(path_of(name)).startswith(b"/")
+    except UnicodeEncodeError:  # half of a surrogate pair that stands for no byte
+        return False
 
 
 def read_consent(home: Home) -> Consent:
@@ -106,6 +146,6 @@ def set_sharing(home: Home, *, log: bool | None = None, state: bool | None = Non
 
 
 def _write(home: Home, paths: Iterable[Path]) -> tuple[Path, ...]:
-    references = DataReferences(paths=tuple(dict.fromkeys(paths)))
-    write_record(home.data, references)
-    return references.paths
+    kept = tuple(dict.fromkeys(paths))
+    write_record(home.data, DataReferences(paths=tuple(map(stored_path, kept))))
+    return kept

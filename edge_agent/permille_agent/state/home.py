@@ -10,6 +10,7 @@ atomically. A state file is the JSON of one record, with a checksum that detects
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ _REMEDIES = {
     "enrolment.json": "move it away and `permille-agent enroll` again",
     "releases.json": "move it away and `permille-agent pull`",
     "current.json": "move it away: the base or pooled model is used until a training adopts a model again",
-    "data.json": "move it away and `permille-agent data add` the files again",
+    "data.json": "run `permille-agent data repair`, which keeps what can still be read, or move it away",
     "decisions.json": "move it away: decisions are counted from 1 again",
     "consent.json": "run `permille-agent share-log off` to write it again",
     "daemon.json": "move it away: the daemon writes a new one",
@@ -200,9 +201,33 @@ def overwrite_record(path: Path, record: object) -> None:
 
 def encode_record(record: object, *, indent: int | None = None) -> bytes:
     """Encode a record with the checksum of its fields."""
-    fields = as_json(record)
+    # A lone surrogate, as in a message about a file name that is not UTF-8, would make the record unreadable.
+    # UTF-8 cannot encode one, so it becomes a question mark. Paths are escaped before (`stored_path`).
+    text = json.dumps(as_json(record), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+    fields = json.loads(text)
     document = {**fields, CHECKSUM: _checksum(fields)}
     return json.dumps(document, indent=indent, sort_keys=True, allow_nan=False).encode()
+
+
+def stored_path(path: Path) -> str:
+    r"""Return a path as a string for a record. Bytes that are not UTF-8 become a NUL and two digits.
+
+    Example:
+        >>> stored_path(Path("bad\udce9.txt"))
+        'bad\x00e9.txt'
+    """
+    # No path has a NUL, so `path_of` always gives the same path again.
+    return re.sub("[\udc80-\udcff]", lambda byte: f"\0{ord(byte[0]) - 0xDC00:02x}", str(path))
+
+
+def path_of(stored: str) -> Path:
+    r"""Return the path that `stored_path` has made into a string.
+
+    Example:
+        >>> path_of("bad\x00e9.txt") == Path("bad\udce9.txt")
+        True
+    """
+    return Path(re.sub("\0([89a-f][0-9a-f])", lambda byte: chr(0xDC00 + int(byte[1], 16)), stored))
 
 
 def _checksum(fields: Mapping[str, Any]) -> str:

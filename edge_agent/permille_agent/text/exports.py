@@ -1,7 +1,8 @@
 """Reading of ChatGPT's export, `conversations.json`: a list of conversations, each a tree of messages.
 
-Only the branch that the user saw last is read, from `current_node` up to the root. Regenerated answers, tool
-calls, hidden messages and other media are skipped. Each conversation is a group of its own.
+Only the branch that the user saw last is read, from `current_node` up to the root. If the export names no
+such node, the newest message without an answer ends the branch. Regenerated answers, tool calls, hidden
+messages and media are skipped; of spoken turns, the words are read. Each conversation is a group of its own.
 
 The file is cut into conversations before parsing. So only one parsed conversation is in memory at a time.
 """
@@ -83,10 +84,10 @@ def parse_conversation(text: str) -> tuple[str | None, Content]:
 def _turns(mapping: dict[str, Any], newest: object) -> Iterator[tuple[str, str]]:
     branch: list[object] = []
     seen: set[str] = set()
-    name = newest
-    while isinstance(name, str):
-        node = mapping.get(name)
-        if name in seen or not isinstance(node, dict):
+    name = newest if isinstance(newest, str) and newest in mapping else _newest_leaf(mapping)
+    # The parent of a message may have been deleted. Then the branch begins there.
+    while isinstance(name, str) and isinstance(node := mapping.get(name), dict):
+        if name in seen:
             raise InputError("a chain of messages without a beginning")
         seen.add(name)
         branch.append(node.get("message"))
@@ -94,6 +95,19 @@ def _turns(mapping: dict[str, Any], newest: object) -> Iterator[tuple[str, str]]
     for message in reversed(branch):
         if isinstance(message, dict) and (said := _text(message)):
             yield message["author"]["role"], said
+
+
+def _newest_leaf(mapping: dict[str, Any]) -> str | None:
+    parents = [_object(node).get("parent") for node in mapping.values()]
+    answered = {name for name in parents if isinstance(name, str)}
+    leaves = [name for name in mapping if name not in answered]
+    # Of equal times, as of none, the last one counts.
+    return max(reversed(leaves), key=lambda name: _written_at(mapping[name]), default=None)
+
+
+def _written_at(node: object) -> float:
+    time = _object(_object(node).get("message")).get("create_time")
+    return float(time) if isinstance(time, int | float) else 0.0
 
 
 def _text(message: dict[str, Any]) -> str:
@@ -108,8 +122,9 @@ def _text(message: dict[str, Any]) -> str:
     parts = content.get("parts")
     if not is_visible or not isinstance(parts, list):
         return ""
-    # Parts that are not strings are images and other files.
-    return _CITATION.sub("", "\n".join(part for part in parts if isinstance(part, str))).strip()
+    # Of parts that are objects, only what was spoken has a text. Others are images and files.
+    words = (part if isinstance(part, str) else _object(part).get("text") for part in parts)
+    return _CITATION.sub("", "\n".join(word for word in words if isinstance(word, str))).strip()
 
 
 def _object(value: object) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from enum import StrEnum
 
 from permille.errors import InputError, PackageError
 from permille_agent.text.documents import Document
-from permille_agent.text.reading import DataReport, passages
+from permille_agent.text.reading import passages
+from permille_agent.text.report import DataReport
 from permille_agent.text.rows import Row, document_rows, packed_rows, rows_digest
 from permille_agent.text.tokens import TextTokenizer, TokenizedDocument
 
@@ -232,14 +233,15 @@ def tokenize(
             code = exc.code if isinstance(exc, PackageError) else None
             if code not in (None, "chat-template"):
                 raise
-            report.bad("conversation", "refused by the chat template" if code else str(exc))
-            report.read -= 1
+            report.refuse("conversation", "refused by the chat template" if code else str(exc))
             continue
         if tokens.targets:
             known.append(document)
             tokenized.append(tokens)
+        elif document.continues:  # the last block of a row that was read
+            report.left_out["end without a token that counts"] += 1
         else:
-            report.bad("document", "no token that counts in the loss")
+            report.refuse("document", "no token that counts in the loss")
     return known, tokenized
 
 

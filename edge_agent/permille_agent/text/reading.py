@@ -2,14 +2,15 @@
 
 Formats:
 
-- `.txt` and `.md` in UTF-8. Front matter of Markdown is removed.
-- PDF, Word, HTML and mail, parsed in a child process (`permille.sandbox.documents`).
-- ChatGPT's exported `conversations.json` (`exports.py`).
+- Plain text (`.txt`, `.org`, `.rst`) and Markdown in any charset. Front matter and the targets of links in
+  Markdown are left out (`markdown.py`). A chat that WhatsApp exported becomes its messages (`chats.py`).
+- PDF, Word, RTF, tables, HTML and mail, parsed in a child process (`permille.sandbox.documents`). The
+  child also decodes text that is not UTF-8.
+- ChatGPT's exported `conversations.json` (`exports.py`) and Telegram's `result.json` (`chats.py`).
 - `.jsonl` with one object per line: `text`, `prompt` and `completion`, or chat `messages`. Rows with the
   same `group` always stay in the same split.
 
-Folders are read recursively in the order of names, without hidden files and links. A row or a file that
-cannot be read is counted and skipped.
+`sources.py` finds the files. A row or a file that cannot be read is counted and skipped (`report.py`).
 
 `preparation.py` divides whole documents between the splits. A long plain text is cut at the ends of
 paragraphs into blocks, and each block is a document. The first block is identified by its own beginning,
@@ -19,6 +20,7 @@ unchanged, unless the file was shorter than `NAME_CHARACTERS` or begins like ano
 This module uses no tokenizer, so the same text gives the same documents for every package.
 """
 
+import codecs
 import hashlib
 import json
 import re
@@ -26,19 +28,18 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from permille.errors import InputError
-from permille.files import TEXT_SUFFIXES
 from permille.sandbox.process import Sandbox, SandboxError
+from permille_agent.text.chats import NOTICES, Chat, telegram_chats, whatsapp_chat
 from permille_agent.text.documents import Content, Document, PlainText, characters, parse_row
 from permille_agent.text.exports import exported_conversations, parse_conversation
+from permille_agent.text.markdown import split_front_matter, without_targets
+from permille_agent.text.report import DataReport, shown
+from permille_agent.text.sources import MAX_TOTAL_BYTES, text_files
 
-MAX_TOTAL_BYTES = 256 << 20  # all text is held in memory
 MAX_ROW_BYTES = 4 << 20
-MAX_EXAMPLES = 20
 BLOCK_CHARACTERS = 1500  # least size of a block of plain text, except the last one
 PASSAGE_CHARACTERS = 300  # least size of a passage, on which two models are compared, except the last one
 # Length of the beginning of a text, or of the end of the block before, that identifies a block.
@@ -48,53 +49,9 @@ NAME_CHARACTERS = 256
 REPEATED_PARAGRAPH_CHARACTERS = 64
 # The child process that parses a document has limited memory, and the document must fit into it.
 MAX_DOCUMENT_BYTES = 64 << 20
-# In a folder, only `.json` files whose names match this are read, because others may be anything. A `.json`
-# file that the user names is always read.
-_EXPORT = re.compile(r"conversations[\w-]*\.json", re.IGNORECASE)
-_FRONT_MATTER = re.compile(r"---[ \t]*\n.*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
-_MAX_FRONT_MATTER = 1 << 14
+_UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 Row = tuple[str | None, Content]
-
-
-@dataclass(slots=True)
-class DataReport:
-    """Counts of the rows that were read and skipped, with examples of skipped rows.
-
-    A row is a text file, a line of `.jsonl`, a conversation of an export, or a message of a mail file.
-    """
-
-    files: int = 0
-    ignored_files: int = 0
-    rows: int = 0
-    read: int = 0
-    bad_rows: Counter[str] = field(default_factory=Counter)
-    examples: list[str] = field(default_factory=list)
-    duplicates: int = 0
-    repeated_paragraphs: int = 0
-    documents: int = 0
-
-    def bad(self, place: str, reason: str) -> None:
-        """Count a skipped row, and keep the first ones as examples."""
-        self.bad_rows[reason] += 1
-        # A folder may have a million bad rows, so only the first ones are kept.
-        if len(self.examples) < MAX_EXAMPLES:
-            self.examples.append(f"{place}: {reason}")
-
-    def summary(self) -> str:
-        """Describe the counts in one line.
-
-        Example:
-            >>> report = DataReport(read=2)
-            >>> report.bad("notes.txt", "empty")
-            >>> report.summary()
-            '2 read, 1 skipped: 1 x empty'
-        """
-        line = f"{self.read} read, {sum(self.bad_rows.values())} skipped"
-        if self.bad_rows:
-            line += ": " + ", ".join(f"{count} x {why}" for why, count in self.bad_rows.most_common())
-        repeated = self.duplicates + self.repeated_paragraphs
-        return f"{line} (duplicates left out: {repeated})" if repeated else line
 
 
 def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
@@ -109,9 +66,9 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
     """
     documents, report = survey(paths)
     if not documents and (missing := [path for path in paths if not path.exists()]):
-        raise InputError(f"There is no file or folder {missing[0]}.")
+        raise InputError(f"There is no file or folder {shown(missing[0])}.")
     if not documents:
-        raise InputError(f"There is no text in {', '.join(map(str, paths))}: {report.summary()}")
+        raise InputError(f"There is no text in {', '.join(map(shown, paths))}: {report.summary()}")
     return documents, report
 
 
@@ -119,164 +76,152 @@ def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
     """Read the documents of files and folders, without duplicates. There may be none."""
     report = DataReport()
     rows: list[Row] = []
-    # One child process for all documents, because starting it takes longer than parsing most documents.
+    # One child process for all files, because starting it takes longer than parsing most documents.
     with closing(Sandbox()) as sandbox:
-        for path in _files(paths, report):
-            report.files += 1
+        reader = _Reader(sandbox, report)
+        for path, kind in text_files(paths, report):
+            found = report.rows
             try:
-                # All other suffixes are documents, which the child parses.
-                read = _READERS.get(path.suffix.lower()) or partial(_read_document, sandbox=sandbox)
-                rows.extend(read(path, report))
+                for row in reader.rows(path, kind):
+                    report.rows += 1
+                    report.read += 1
+                    rows.append(row)
+            except InputError as exc:
+                report.bad(path, str(exc))
             except OSError as exc:
-                report.bad(str(path), f"cannot be read: {exc.strerror}")
-    report.read = len(rows)
+                report.bad(path, f"cannot be read: {exc.strerror}")
+            if report.rows == found:
+                report.bad(path, "empty")
     documents = _documents(_without_duplicates(rows, report))
     report.documents = len(documents)
     return documents, report
 
 
-def _files(paths: Sequence[Path], report: DataReport) -> Iterator[Path]:
-    if not paths:
-        raise InputError("Name at least one file or folder with text.")
-    seen: set[Path] = set()
-    size_bytes = 0
-    for path in paths:
-        try:
-            files = [file for file in _source(path, report) if file.resolve() not in seen]
-            for file in files:
-                more_bytes = file.stat().st_size
-                # A file may be named twice, by itself and by its folder.
-                seen.add(file.resolve())
-                if size_bytes + more_bytes > MAX_TOTAL_BYTES:
-                    report.bad(str(file), f"over the limit of {MAX_TOTAL_BYTES} bytes in all")
-                    continue
-                size_bytes += more_bytes
-                yield file
-        except InputError as exc:
-            report.bad(str(path), str(exc))
-        except OSError as exc:
-            report.bad(str(path), f"cannot be read: {exc.strerror}")
+class _Reader:
+    """Readers of all kinds of files. They yield rows, and count the rows that they skip."""
 
+    def __init__(self, sandbox: Sandbox, report: DataReport) -> None:
+        self._sandbox = sandbox
+        self._report = report
 
-def _source(path: Path, report: DataReport) -> list[Path]:
-    """Return the files with text at a path."""
-    if path.is_dir():
-        # Sort the files, because the order of the file system differs between machines.
-        found = [file for file in sorted(path.rglob("*")) if _is_visible(file, path)]
-        texts = [file for file in found if _is_text(file)]
-        report.ignored_files += len(found) - len(texts)
-        return texts
-    if not path.exists():
-        raise InputError("not found")
-    if not path.is_file():  # a pipe or a device, which may have no end
-        raise InputError("not a regular file")
-    if path.suffix.lower() not in TEXT_SUFFIXES:
-        raise InputError(f"not {', '.join(TEXT_SUFFIXES[:-1])} or {TEXT_SUFFIXES[-1]}")
-    return [path]
+    def rows(self, path: Path, kind: str) -> Iterator[Row]:
+        """Yield the rows of a file of this kind.
 
+        Raises:
+            InputError: the file cannot be read. The message is the reason.
+            OSError: the file system failed.
+        """
+        match kind:
+            case ".jsonl":
+                return self._jsonl(path)
+            case ".json":
+                return self._export(path)
+            case ".txt" | ".md":
+                return self._plain(path, kind)
+        return self._document(path, kind)
 
-def _is_text(path: Path) -> bool:
-    suffix = path.suffix.lower()
-    return suffix in TEXT_SUFFIXES and (suffix != ".json" or _EXPORT.fullmatch(path.name) is not None)
+    def _plain(self, path: Path, kind: str) -> Iterator[Row]:
+        text = self._decoded(path.read_bytes())
+        if kind == ".md":
+            front, text = split_front_matter(text)
+            self._report.left_out.update(["front matter"] if front else [])
+            text = without_targets(text)
+        elif (chat := whatsapp_chat(text)) is not None:
+            text = self._chat_text(chat)
+        yield from self._row(path, text)
 
+    def _document(self, path: Path, kind: str) -> Iterator[Row]:
+        found = self._extracted(kind, path.read_bytes())
+        for number, (text, charset, reason) in enumerate(found, start=1):
+            place = f"{path}, message {number}" if len(found) > 1 else path
+            if reason:
+                self._report.bad(place, reason)
+            else:
+                self._count_charset(charset)
+                yield from self._row(place, _clean(text).strip())
 
-def _is_visible(path: Path, root: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-    # A link could lead out of the folder that the user has named.
-    return path.is_file() and not path.is_symlink() and not hidden
-
-
-def _read_text(path: Path, report: DataReport) -> Iterator[Row]:
-    report.rows += 1
-    if (text := _decoded(path, report)) is None:
-        return
-    if path.suffix.lower() == ".md" and (front := _FRONT_MATTER.match(text, 0, _MAX_FRONT_MATTER)):
-        text = text[front.end() :]
-    if text.strip():
-        yield None, PlainText(text.strip("\n"))
-    else:
-        report.bad(str(path), "empty")
-
-
-def _decoded(path: Path, report: DataReport) -> str | None:
-    try:
-        # Windows editors write a byte order mark, which is not part of the text.
-        return _clean(path.read_bytes().decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        report.bad(str(path), "not UTF-8")
-        return None
-
-
-def _clean(text: str) -> str:
-    # Fonts of some PDF files give half of a surrogate pair, which UTF-8 cannot encode.
-    text = text.encode("utf-8", "replace").decode("utf-8")
-    return text.replace("\r\n", "\n").replace("\x00", "")
-
-
-def _read_document(path: Path, report: DataReport, sandbox: Sandbox) -> Iterator[Row]:
-    report.rows += 1
-    size = path.stat().st_size
-    if size > MAX_DOCUMENT_BYTES:
-        report.bad(str(path), f"longer than {MAX_DOCUMENT_BYTES} bytes")
-        return
-    data = path.read_bytes()
-    request = {
-        "do": "extract",
-        "suffix": path.suffix.lower(),
-        "size": len(data),
-        "limit": MAX_TOTAL_BYTES,
-    }
-    try:
-        answer = sandbox.ask(request, characters=len(data), data=data)
-    # The child process is gone. The sandbox starts another one for the next document.
-    except SandboxError:
-        answer = {"error": "takes too long or too much memory to read"}
-    if "error" in answer:
-        report.bad(str(path), str(answer["error"]))
-        return
-    texts = [_clean(str(text)).strip() for text in answer["texts"]]
-    report.rows += len(texts) - 1  # the file itself was counted as one row
-    for number, text in enumerate(texts, start=1):
-        if text:
-            yield None, PlainText(text)
-        else:
-            report.bad(f"{path}, message {number}" if len(texts) > 1 else str(path), "empty")
-
-
-def _read_export(path: Path, report: DataReport) -> Iterator[Row]:
-    if (text := _decoded(path, report)) is None:
-        return
-    try:
+    def _export(self, path: Path) -> Iterator[Row]:
+        text = self._decoded(path.read_bytes())
+        if not text.lstrip().startswith("["):
+            for name, chat in telegram_chats(text):
+                yield from self._row(f"{path}, {name}", self._chat_text(chat))
+            return
         for number, conversation in enumerate(exported_conversations(text), start=1):
-            report.rows += 1
             try:
                 yield parse_conversation(conversation)
             except InputError as exc:
-                report.bad(f"{path}, conversation {number}", str(exc))
-    except InputError as exc:
-        report.bad(str(path), str(exc))
+                self._report.bad(f"{path}, conversation {number}", str(exc))
 
-
-def _read_jsonl(path: Path, report: DataReport) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    def _jsonl(self, path: Path) -> Iterator[Row]:
+        for number, line in enumerate(self._lines(path), start=1):
             if not line.strip():
                 continue
-            report.rows += 1
+            place = f"{path}:{number}"
             if len(line) > MAX_ROW_BYTES:
-                report.bad(f"{path}:{number}", f"longer than {MAX_ROW_BYTES} bytes")
+                self._report.bad(place, f"longer than {MAX_ROW_BYTES} bytes")
                 continue
             try:
-                yield parse_row(json.loads(line.decode("utf-8-sig")))
-            except UnicodeDecodeError:
-                report.bad(f"{path}:{number}", "not UTF-8")
+                yield parse_row(json.loads(self._decoded(line)))
             except (ValueError, RecursionError):  # not JSON, or a number of thousands of digits
-                report.bad(f"{path}:{number}", "not JSON")
+                self._report.bad(place, "not JSON")
             except InputError as exc:
-                report.bad(f"{path}:{number}", str(exc))
+                self._report.bad(place, str(exc))
+
+    def _lines(self, path: Path) -> Iterator[bytes]:
+        with path.open("rb") as file:
+            if file.read(2) in _UTF_16_MARKS:  # a line feed is not one byte
+                file.seek(0)
+                yield from self._decoded(file.read()).encode().splitlines()
+                return
+            file.seek(0)
+            yield from file
+
+    def _row(self, place: str | Path, text: str) -> Iterator[Row]:
+        if text.strip():
+            yield None, PlainText(text.strip("\n"))
+        else:
+            self._report.bad(place, "empty")
+
+    def _chat_text(self, chat: Chat) -> str:
+        self._report.left_out.update({NOTICES: chat.notices} if chat.notices else {})
+        return chat.text()
+
+    def _decoded(self, data: bytes) -> str:
+        """Decode text. The child process decodes what is not UTF-8, as that takes libraries and long."""
+        try:
+            # UTF-16 of plain letters is valid UTF-8 with zeros, and Japanese mail is ASCII with escapes.
+            if b"\0" not in data and b"\x1b$" not in data:
+                return _clean(data.decode("utf-8-sig"))
+        except UnicodeDecodeError:
+            pass
+        ((text, charset, _),) = self._extracted(".txt", data)
+        self._count_charset(charset)
+        return _clean(text)
+
+    def _count_charset(self, charset: str) -> None:
+        if charset != "utf-8":
+            self._report.charsets[charset] += 1
+
+    def _extracted(self, kind: str, data: bytes) -> list[tuple[str, str, str]]:
+        """Return texts that the child process extracts, each with its charset, or the reason to skip it."""
+        if len(data) > MAX_DOCUMENT_BYTES:
+            raise InputError(f"longer than {MAX_DOCUMENT_BYTES} bytes")
+        request = {"do": "extract", "kind": kind, "size": len(data), "limit": MAX_TOTAL_BYTES}
+        try:
+            answer = self._sandbox.ask(request, characters=len(data), data=data)
+        # The child process is gone. The sandbox starts another one for the next document.
+        except SandboxError as exc:
+            raise InputError("takes too long or too much memory to read") from exc
+        if "error" in answer:
+            raise InputError(str(answer["error"]))
+        return [(str(text), str(charset), str(reason)) for text, charset, reason in answer["texts"]]
 
 
-_READERS = {".txt": _read_text, ".md": _read_text, ".jsonl": _read_jsonl, ".json": _read_export}
+def _clean(text: str) -> str:
+    r"""Return a text with `\n` at the ends of lines, and without characters that UTF-8 cannot encode."""
+    # Fonts of some PDF files give half of a surrogate pair.
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n").replace("\x00", "").replace("\ufeff", "")
 
 
 def _without_duplicates(rows: Iterable[Row], report: DataReport) -> list[Row]:

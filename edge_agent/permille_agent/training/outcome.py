@@ -9,7 +9,6 @@ import resource
 import sys
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 
 from permille.files import write_atomic
 from permille.schemas.runs import (
@@ -24,7 +23,7 @@ from permille.schemas.runs import (
 from permille.version import __version__
 from permille_agent.state.models import InstalledRelease
 from permille_agent.text.preparation import Prepared, Split
-from permille_agent.text.reading import DataReport
+from permille_agent.text.report import DataReport
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import EngineUsed
 from permille_agent.training.options import RunContext, TrainOptions
@@ -48,9 +47,12 @@ _MACHINES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSource:
-    """Contents of a run's `data.json`: the sources of its text, and examples of skipped rows."""
+    """Contents of a run's `data.json`: the sources of its text, and examples of skipped rows.
 
-    paths: tuple[Path, ...] = ()
+    `stored_path` writes the paths.
+    """
+
+    paths: tuple[str, ...] = ()
     bad_rows: tuple[str, ...] = ()
 
 

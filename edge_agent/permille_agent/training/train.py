@@ -17,7 +17,7 @@ from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 from permille.training.reference import Reference
-from permille_agent.state.home import Home, telling_disk
+from permille_agent.state.home import Home, stored_path, telling_disk
 from permille_agent.state.models import (
     Active,
     InstalledRelease,
@@ -29,7 +29,8 @@ from permille_agent.state.models import (
     referenced_models,
 )
 from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, Split, prepare
-from permille_agent.text.reading import DataReport, read_documents
+from permille_agent.text.reading import read_documents
+from permille_agent.text.report import DataReport
 from permille_agent.text.tokens import package_tokenizer
 from permille_agent.training.decision import Decision, OpenModel, decide_adoption
 from permille_agent.training.engines import (
@@ -266,7 +267,7 @@ class _Task:
 
     def _open_run(self, data_digest: str, data_paths: Sequence[Path], start: str | None = None) -> RunFolder:
         folder = open_run(self.home, self._definition(data_digest, start), self.context.now())
-        paths = tuple(path.absolute() for path in data_paths)
+        paths = tuple(stored_path(path.absolute()) for path in data_paths)
         source = TextSource(paths=paths, bad_rows=tuple(self.report.examples))
         folder.once("data", TextSource, lambda: source)
         return folder

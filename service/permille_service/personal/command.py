@@ -32,8 +32,9 @@ from filelock import FileLock, Timeout
 
 from permille.corpora.sources import check_head
 from permille.errors import InputError
-from permille.files import TEXT_SUFFIXES, write_atomic
+from permille.files import write_atomic
 from permille.models.ollama import ollama_file
+from permille.text_files import TEXT_SUFFIXES, text_kind
 from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.output import make_output
@@ -221,7 +222,7 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
             if isinstance(exc, CommandError) and exc.code is Exit.INTERRUPTED:
                 raise
             raise CommandError(_not_written(request, programs.device, exc), Exit.NOT_WRITTEN) from exc
-        answer = {"is_new": is_new, **_result(status)}
+        answer = {"is_new": is_new, **_result(status), "text": status["last_run"]["text"]}
         page = programs.agent("show", answer["run"])["page"]
     for line in _summary(answer):
         say(line)
@@ -289,7 +290,7 @@ def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path) -> Non
     if corpus is not None:
         check_head(corpus)
     files = [path for text in texts for path in [text, *text.rglob("*")] if path.is_file()]
-    readable = [path for path in files if path.suffix.lower() in TEXT_SUFFIXES]
+    readable = [path for path in files if _is_text(path, is_named=path in texts)]
     if not readable:
         named = ", ".join(TEXT_SUFFIXES)
         raise CommandError(
@@ -307,7 +308,11 @@ def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path) -> Non
         raise CommandError(f"The folder {out.parent} of --out does not exist. Make it first.", Exit.REFUSED)
     if not os.access(out.parent, os.W_OK):
         raise CommandError(f"The folder {out.parent} is not writable. Name another --out.", Exit.REFUSED)
-    if work.exists() and not work.is_dir():
+    try:
+        is_file = work.exists() and not work.is_dir()
+    except OSError as exc:  # such as a name that is too long
+        raise CommandError(_unusable_work(work, exc), Exit.REFUSED) from exc
+    if is_file:
         raise CommandError(f"--work {work} is a file. Name a folder.", Exit.REFUSED)
     # Training would read the files of the work folder, for example a corpus, as the person's text. It skips
     # hidden folders.
@@ -316,6 +321,13 @@ def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path) -> Non
             raise CommandError(f"{work} lies in your text {path}. Name another --work.", Exit.REFUSED)
     if out.exists():
         raise CommandError(f"{out} exists already. Remove it, or name another --out.", Exit.REFUSED)
+
+
+def _is_text(path: Path, *, is_named: bool) -> bool:
+    try:
+        return text_kind(path, is_named=is_named) is not None
+    except OSError:  # training counts a file that cannot be read
+        return False
 
 
 def _check_numbers(
@@ -446,24 +458,35 @@ def _alone(request: Request) -> Iterator[None]:
     """Lock the work folder for a `with` block. Check that it belongs to the inputs of the request.
 
     Raises:
-        CommandError: the folder belongs to other inputs, or another process has locked it.
+        CommandError: the folder cannot be made or written, belongs to other inputs, or another process has
+            locked it.
     """
-    request.work.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = FileLock(request.work / "lock", timeout=0, mode=0o600)
     try:
-        with FileLock(request.work / "lock", timeout=0, mode=0o600):
-            stamp = request.work / "inputs.sha256"
-            if stamp.exists() and stamp.read_text(encoding="ascii").strip() != request.key:
-                raise CommandError(
-                    f"{request.work} is of another model, corpus, density or scheme. Name another --work.",
-                    Exit.REFUSED,
-                )
-            write_atomic(stamp, f"{request.key}\n".encode())
-            yield
+        request.work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock.acquire()
     except Timeout as exc:
         raise CommandError(
             f"Another `permille personalise` already works in {request.work}. Wait for it, or stop it.",
             Exit.RETRY,
         ) from exc
+    except OSError as exc:
+        raise CommandError(_unusable_work(request.work, exc), Exit.REFUSED) from exc
+    try:
+        stamp = request.work / "inputs.sha256"
+        if stamp.exists() and stamp.read_text(encoding="ascii").strip() != request.key:
+            raise CommandError(
+                f"{request.work} is of another model, corpus, density or scheme. Name another --work.",
+                Exit.REFUSED,
+            )
+        write_atomic(stamp, f"{request.key}\n".encode())
+        yield
+    finally:
+        lock.release()
+
+
+def _unusable_work(work: Path, error: OSError) -> str:
+    return f"The work folder {work} cannot be used: {error.strerror or error}. Name another --work."
 
 
 @contextmanager
@@ -714,6 +737,7 @@ def agent_line(home: Path, command: str) -> str:
 
 
 def _summary(answer: dict[str, Any]) -> Iterator[str]:
+    yield f"   your text: {answer['text']}"
     base, personal = answer["loss_base"], answer["loss_personal"]
     change = f"{100 * (base - personal) / base:.1f} % lower"
     yield f"   loss on your text that training never saw: {base:.3f} -> {personal:.3f} ({change})"

@@ -182,17 +182,37 @@ def test_a_report_that_was_refused_says_why(enrolled: Agent, home: Home, service
     assert "0 waiting, 2 refused" in shown and shown.count("409 too many") == 1
 
 
+@pytest.mark.parametrize("invitation", ["no invitation", "A" * 22 + "." + "0" * 32])
+def test_an_invitation_that_is_refused_leaves_no_folder(
+    service: DeviceService, tmp_path: Path, invitation: str
+) -> None:
+    folder = tmp_path / "new"
+    assert main(["--home", str(folder), "enroll", service.url, invitation]) == ExitCode.INPUT_REFUSED
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "mine.txt").touch()
+    assert main(["--home", str(folder), "enroll", service.url, invitation]) == ExitCode.INPUT_REFUSED
+    assert (folder / "mine.txt").exists()
+
+
+def test_a_damaged_list_of_data_is_repaired(agent: Agent, tmp_path: Path, home: Home) -> None:
+    home.data.write_text(f'{{"paths": ["{tmp_path}", 3]}}')
+    assert "permille-agent data repair" in agent("data", "list").errors
+    assert agent("data", "repair", "--json").document == {"data": [str(tmp_path)]}
+    assert agent("data", "list", "--json").document == {"data": [str(tmp_path)]}
+
+
 def test_data_is_added_listed_and_removed_by_reference(agent: Agent, tmp_path: Path, home: Home) -> None:
     notes = tmp_path / "notes [1].txt"
     notes.write_text("text of the user")
     for _ in range(2):
         added = agent("data", "add", str(notes), "--json").document
-        assert added == {"data": [str(notes)], "text": "1 read, 0 skipped", "skipped": []}
+        assert added == {"data": [str(notes)], "text": "1 file: 1 read, 0 skipped", "skipped": []}
     assert str(notes) in agent("data", "list").output
     assert agent("data", "list", "--json").document == {"data": [str(notes)]}
     bad = tmp_path / "bad.txt"
-    bad.write_bytes(b"\xff")
-    assert f"{bad}: not UTF-8" in agent("data", "add", str(bad)).output
+    bad.write_bytes(b"\x89PNG\0\0\0\r")
+    assert f"{bad}: holds bytes that are no text" in agent("data", "add", str(bad)).output
     assert agent("data", "remove", str(bad)).code == ExitCode.OK
     assert agent("data", "add", str(tmp_path / "none.txt")).code == ExitCode.INPUT_REFUSED
     assert agent("data", "remove", str(tmp_path / "none.txt")).code == ExitCode.INPUT_REFUSED

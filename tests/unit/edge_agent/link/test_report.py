@@ -29,7 +29,7 @@ from permille_agent.link.report import (
 from permille_agent.link.rounding import rounded
 from permille_agent.state.choices import read_consent, set_sharing
 from permille_agent.state.home import CHECKSUM, Home
-from permille_agent.text.reading import DataReport
+from permille_agent.text.report import DataReport
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.outcome import RunOutcome
 from permille_agent.training.run import AgreedTo, BegunRun, RunDefinition, RunFolder

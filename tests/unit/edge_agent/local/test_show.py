@@ -33,7 +33,7 @@ def _text(folder: Path, count: int = 320) -> Path:
     """Create a folder of user files. Their text and names look like script code."""
     folder.mkdir()
     (folder / "user.txt").write_text("\n\n".join(f"{SCRIPT} {text}" for text in sentences(count, seed=3)))
-    (folder / f"{SCRIPT}.txt").write_bytes(b"\xff")
+    (folder / f"{SCRIPT}.txt").write_bytes(b"\x89PNG\0\0\0")
     return folder
 
 
@@ -58,8 +58,8 @@ def test_an_adopted_run_shows_gain_curve_and_samples(home: Home, tmp_path: Path)
     assert "<strong>&lt;script&gt;alert(1) On day" in page
     assert "this package carries no general text" in page
     assert page.index("What the model still knows") < page.index("more chance")
-    assert "1 read, 1 skipped: 1 x not UTF-8" in page
-    assert "&lt;script&gt;alert(1).txt: not UTF-8" in page
+    assert "1 read, 1 skipped: 1 x holds bytes that are no text" in page
+    assert "&lt;script&gt;alert(1).txt: holds bytes that are no text" in page
     assert "<td>nothing</td>" in page
     samples = home.runs / result.run / "samples.json"
     before = samples.read_bytes()

@@ -1,5 +1,6 @@
 """Tests of the home folder: file modes, atomic records, and errors for damaged files."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -8,7 +9,14 @@ import pytest
 from permille.errors import OperatorError
 from permille_agent.cli.console import ExitCode
 from permille_agent.cli.main import main
-from permille_agent.state.choices import Consent, DataReferences
+from permille_agent.state.choices import (
+    Consent,
+    DataReferences,
+    add_references,
+    read_references,
+    remove_references,
+    repair_references,
+)
 from permille_agent.state.home import Home, open_home, read_record, write_record
 
 
@@ -31,7 +39,7 @@ def test_an_open_home_is_closed_and_a_file_in_its_place_is_for_a_person(tmp_path
 
 
 def test_a_record_is_private_and_read_back(home: Home) -> None:
-    references = DataReferences(paths=(Path("/a"),))
+    references = DataReferences(paths=("/a",))
     write_record(home.data, references)
     assert mode(home.data) == 0o600
     assert read_record(home.data, DataReferences) == references
@@ -63,8 +71,51 @@ def test_a_misspelt_home_is_refused_and_not_made(tmp_path: Path, capsys: pytest.
         assert f"There is no folder {named}. Check --home" in capsys.readouterr().err
     assert not named.exists()
     assert main(["--home", str(named), "enroll", "https://localhost", "no-invitation"]) == 3
-    assert named.is_dir()
+    assert not named.exists()
 
 
 def test_an_unknown_log_level_is_wrong_usage(tmp_path: Path) -> None:
     assert main(["--home", str(tmp_path), "--log-level", "loud", "status"]) == 2
+
+
+@pytest.mark.parametrize(
+    "name", [b"caf\xe9.txt", b"\xed\xb3\xa9", "plain é 😀".encode(), b"a\nb", b"0e9\xff00"]
+)
+def test_a_path_of_any_bytes_comes_back_from_a_record(tmp_path: Path, name: bytes) -> None:
+    home = open_home(tmp_path / "home")
+    path = tmp_path / os.fsdecode(name)
+    path.touch()
+    assert add_references(home, [path]) == read_references(home) == (path,)
+    assert remove_references(home, [path]) == read_references(home) == ()
+
+
+def test_a_record_with_half_a_character_can_be_read_again(tmp_path: Path) -> None:
+    write_record(tmp_path / "a.json", DataReferences(paths=("/bad\udce9.txt",)))
+    assert read_record(tmp_path / "a.json", DataReferences) == DataReferences(paths=("/bad?.txt",))
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        ('{"paths": ["/a", "/bad\\udce9.txt"], "sha256": "0"}', ("/a", "/bad\udce9.txt")),
+        ('{"paths": ["/a", 3, "b", "/\\ud800", "/\\u0000e9"]}', ("/a", "/\udce9")),
+        ('{"paths": 3}', ()),
+        ("[", ()),
+        ("[1]", ()),
+        ("[" * 100_000, ()),
+    ],
+)
+def test_repair_keeps_the_paths_that_can_be_read(tmp_path: Path, content: str, kept: tuple[str, ...]) -> None:
+    home = open_home(tmp_path)
+    home.data.write_text(content)
+    with pytest.raises(OperatorError, match="permille-agent data repair"):
+        read_references(home)
+    assert repair_references(home) == read_references(home) == tuple(map(Path, kept))
+
+
+def test_repair_leaves_a_list_that_is_well(tmp_path: Path) -> None:
+    home = open_home(tmp_path)
+    add_references(home, [tmp_path])
+    before = home.data.stat().st_mtime_ns
+    assert repair_references(home) == (tmp_path,)
+    assert home.data.stat().st_mtime_ns == before

@@ -10,7 +10,8 @@ import pytest
 from permille.errors import InputError
 from permille_agent.text import reading
 from permille_agent.text.documents import PlainText
-from permille_agent.text.reading import DataReport, read_documents, survey
+from permille_agent.text.reading import read_documents, survey
+from permille_agent.text.report import DataReport
 
 
 def _texts(*paths: Path) -> tuple[list[str], DataReport]:
@@ -107,27 +108,27 @@ def test_mail_is_its_text_without_what_it_quotes(tmp_path: Path) -> None:
     assert (report.files, report.rows, report.read) == (2, 3, 3)
 
 
-def test_a_damaged_mail_costs_its_mailbox_no_other(tmp_path: Path) -> None:
-    damage = b"Content-Type: text/plain; charset=none-such\n\nBuy!\n"
+def test_a_mail_without_text_costs_its_mailbox_no_other(tmp_path: Path) -> None:
+    damage = b"Content-Type: image/png; charset=none-such\n\nBuy!\n"
     box = b"From spam\n" + damage + b"\nFrom anna\n" + _message("See you at the well.").as_bytes()
     (tmp_path / "all.mbox").write_bytes(box)
     texts, report = _texts(tmp_path)
     assert texts == ["See you at the well."]
-    assert report.examples == [f"{tmp_path}/all.mbox, message 1: empty"]
+    assert report.examples == [f"{tmp_path}/all.mbox, message 1: a mail without text"]
 
 
 def test_a_document_that_cannot_be_read_is_named_and_the_others_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").write_bytes(b"%PDF-1.4 no more of it")
     (tmp_path / "b.docx").write_bytes(b"PK\x03\x04 no archive")
-    (tmp_path / "c.html").write_bytes(b"<p>\xff\xfe</p>")
+    (tmp_path / "c.html").write_bytes(b"<p>\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\xff</p>")
     (tmp_path / "d.mbox").write_bytes(b"")
     (tmp_path / "e.eml").write_bytes(b"Subject: nothing\n\n")
     (tmp_path / "f.html").write_text("<p>The one that is well.</p>")
     texts, report = _texts(tmp_path)
     assert texts == ["The one that is well."]
     named = [example.removeprefix(f"{tmp_path}/").split(":")[0] for example in report.examples]
-    assert named == ["a.pdf", "b.docx", "c.html", "e.eml"]
-    assert "cannot be read as .pdf" in report.examples[0]
+    assert named == ["a.pdf", "b.docx", "c.html", "d.mbox", "e.eml"]
+    assert report.examples[0].endswith("a.pdf: damaged, or no .pdf file")
 
 
 def test_a_document_that_is_too_long_or_takes_too_long_is_left_out(

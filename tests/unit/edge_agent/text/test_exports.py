@@ -66,9 +66,9 @@ def test_an_export_is_read_beside_other_files_and_bad_conversations_are_counted(
     documents, report = read_documents([tmp_path])
     assert [type(document.content).__name__ for document in documents] == ["Conversation", "PlainText"]
     assert report.summary() == (
-        "3 read, 2 skipped: 1 x no assistant message, 1 x not a ChatGPT conversation (duplicates left out: 1)"
+        "2 files: 3 read, 2 skipped: 1 x no assistant message, 1 x not a ChatGPT conversation "
+        "(duplicates left out: 1); 1 file ignored: 1 x .json"
     )
-    assert report.ignored_files == 1
     assert report.examples[0].endswith("conversations.json, conversation 2: no assistant message")
 
 
@@ -93,10 +93,10 @@ def test_hostile_files_are_refused_in_little_time(text: str, reason: str) -> Non
     ("change", "reason"),
     [
         ({"mapping": []}, "not a ChatGPT conversation"),
-        ({"current_node": "9"}, "without a beginning"),
-        ({"current_node": 4}, "no assistant message"),
         ({"mapping": {"1": {"message": None, "parent": "1"}}}, "without a beginning"),
-        ({"mapping": {"1": []}}, "without a beginning"),
+        ({"mapping": {"1": {"message": None, "parent": ["0"]}}}, "no assistant message"),
+        ({"mapping": {"1": []}}, "no assistant message"),
+        ({"mapping": {}, "current_node": 4}, "no assistant message"),
         ({"mapping": {"1": {"message": {"author": [], "content": 3}, "parent": None}}}, "no assistant"),
         ({"mapping": {"1": {"message": _message("assistant", "x\ud800")}}}, "no assistant"),
         ({"id": "\ud800"}, "half of a surrogate pair"),
@@ -106,6 +106,35 @@ def test_hostile_conversations_are_refused(change: dict[str, Any], reason: str) 
     tree = _tree([_message("user", "a"), _message("assistant", "b")])
     with pytest.raises(InputError, match=reason):
         parse_conversation(json.dumps(tree | change))
+
+
+@pytest.mark.parametrize(
+    "current", [{}, {"current_node": None}, {"current_node": "gone"}, {"current_node": 4}]
+)
+def test_without_a_current_node_the_newest_message_ends_the_branch(current: dict[str, Any]) -> None:
+    tree = _tree([_message("user", "a"), _message("assistant", "old", create_time=5)])
+    del tree["current_node"]
+    tree["mapping"]["new"] = {"message": _message("assistant", "new", create_time=7.5), "parent": "0"}
+    tree["mapping"]["none"] = {"message": _message("assistant", "undated"), "parent": "0"}
+    _, content = parse_conversation(json.dumps(tree | current))
+    assert content == Conversation((("user", "a"), ("assistant", "new")))
+
+
+def test_a_branch_begins_after_a_message_that_was_deleted() -> None:
+    tree = _tree([_message("user", "gone"), _message("user", "a"), _message("assistant", "b")])
+    del tree["mapping"]["0"]
+    assert parse_conversation(json.dumps(tree))[1] == Conversation((("user", "a"), ("assistant", "b")))
+
+
+def test_spoken_turns_are_read_and_their_sound_is_not() -> None:
+    def spoken(role: str, words: str) -> dict[str, Any]:
+        sound = {"content_type": "real_time_user_audio_video_asset_pointer", "audio_asset_pointer": {}}
+        said = {"content_type": "audio_transcription", "text": words, "direction": "in"}
+        return _message(role, said, sound, kind="multimodal_text")
+
+    tree = _tree([spoken("user", "When do I sow?"), spoken("assistant", "In May.")])
+    _, content = parse_conversation(json.dumps(tree))
+    assert content == Conversation((("user", "When do I sow?"), ("assistant", "In May.")))
 
 
 def test_a_conversation_has_a_longest_length(monkeypatch: pytest.MonkeyPatch) -> None:

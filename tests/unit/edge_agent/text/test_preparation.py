@@ -24,7 +24,7 @@ from permille_agent.text.preparation import (
     prepare,
     tokenize,
 )
-from permille_agent.text.reading import DataReport
+from permille_agent.text.report import DataReport
 from permille_agent.text.tokens import TextTokenizer
 from tests.packages import sentences, tiny_tokenizer
 

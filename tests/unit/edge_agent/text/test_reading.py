@@ -10,6 +10,7 @@ import pytest
 from permille.errors import InputError
 from permille_agent.state.home import as_json
 from permille_agent.text import reading as data
+from permille_agent.text import sources
 from permille_agent.text.documents import Completion, Conversation, PlainText, characters
 from permille_agent.text.reading import BLOCK_CHARACTERS, normalised, read_documents, sections
 from tests.packages import sentences
@@ -32,7 +33,9 @@ def test_reads_the_three_kinds_of_rows(tmp_path: Path) -> None:
     assert as_json(report) == {
         "examples": report.examples,
         "files": 1,
-        "ignored_files": 0,
+        "ignored_files": {},
+        "charsets": {},
+        "left_out": {},
         "rows": 3,
         "read": 3,
         "bad_rows": {},
@@ -79,14 +82,17 @@ def test_counts_bad_rows_with_file_and_line(tmp_path: Path, row: object, reason:
     assert report.examples == [f"{path}:2: {reason}"]
 
 
-def test_counts_rows_that_are_too_long_or_not_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_rows_that_are_too_long_or_in_another_charset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data, "MAX_ROW_BYTES", 40)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n{"text": "\xff"}\n{"text": "' + b"x" * 50 + b'"}\n\n')
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfea\0 \0b\0")
     (tmp_path / "c.txt").write_bytes(b" \n")
     _, report = read_documents([tmp_path])
-    assert dict(report.bad_rows) == {"not UTF-8": 2, "longer than 40 bytes": 1, "empty": 1}
+    assert dict(report.bad_rows) == {"longer than 40 bytes": 1, "empty": 1}
+    assert sum(report.charsets.values()) == 2
 
 
 def test_counts_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +124,7 @@ def test_reads_folders_in_order_without_hidden_files_links_and_other_kinds(tmp_p
     (folder / "link.txt").symlink_to(tmp_path / "outside.txt")
     documents, report = read_documents([folder, folder / "a.txt"])
     assert [characters(document.content) for document in documents] == ["first", "second", "third"]
-    assert (report.files, report.ignored_files) == (3, 1)
+    assert (report.files, report.ignored_files) == (3, {"link": 1, "hidden": 1, ".jpg": 1})
 
 
 def test_a_source_that_cannot_be_used_is_counted_and_the_others_are_read(
@@ -127,14 +133,15 @@ def test_a_source_that_cannot_be_used_is_counted_and_the_others_are_read(
     (tmp_path / "a.png").write_text("x")
     (tmp_path / "good.md").write_text("a good text")
     (tmp_path / "big.txt").write_text("x" * 100)
-    monkeypatch.setattr(data, "MAX_TOTAL_BYTES", 99)
+    monkeypatch.setattr(sources, "MAX_TOTAL_BYTES", 99)
     documents, report = read_documents(
         [tmp_path / name for name in ("missing.txt", "a.png", "big.txt", "good.md")]
     )
     assert [characters(document.content) for document in documents] == ["a good text"]
     assert report.summary() == (
-        "1 read, 3 skipped: 1 x not found, 1 x not .txt, .md, .jsonl, .docx, .eml, "
-        ".htm, .html, .mbox, .pdf or .json, 1 x over the limit of 99 bytes in all"
+        "4 files: 1 read, 3 skipped: 1 x not found, 1 x not .txt, .md, .jsonl, .html, .eml, .mbox, .pdf, "
+        ".docx, .rtf, .csv, .emlx, .json, .text, .org, .rst, .markdown, .mdown, .mkd, .htm or .xhtml, "
+        "1 x over the limit of 99 bytes in all"
     )
 
 

@@ -1,0 +1,142 @@
+"""Decoding of text whose charset is declared, wrongly declared, or unknown.
+
+The order of the choice:
+
+1. A byte order mark.
+2. Bytes with zeros: UTF-32 or UTF-16 without a mark, if that gives characters of text.
+3. UTF-8. Other text is hardly ever valid UTF-8 by chance, so this comes before a declaration.
+4. The declared charset, by the names and aliases of the WHATWG (`webencodings`), else of Python.
+5. charset-normalizer. It cannot tell some charsets of Latin letters apart, because each byte is a letter in
+   all of them. Of these, take the one whose letters belong to a single alphabet.
+"""
+
+import codecs
+import re
+import unicodedata
+from collections.abc import Iterator
+from typing import Final
+
+from permille.errors import PermilleError
+
+_MARKS: Final = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_DETECTED: Final = (
+    *("cp1252", "cp1250", "iso8859_2", "cp1254", "cp1257", "mac_roman", "cp1251", "koi8_r", "cp866"),
+    *("cp1253", "cp1255", "cp1256", "cp932", "euc_jp", "iso2022_jp", "gb18030", "big5", "cp949"),
+)
+_WESTERN: Final = (
+    *("äöüß", "àâæçéèêëîïôùûüœÿ", "áéíñóúüªº", "ãáàâçéêíóôõúü", "àèéìîòóù", "åäöæøé", "ëïéèöüáóíà"),
+    *("áðéíóúýþæö", "àçèéíïòóúü", "õäöüšž"),
+)
+_CENTRAL: Final = (
+    *("áčďéěíňóřšťúůýž", "ąćęłńóśźż", "áéíóöőúüű", "áäčďéíĺľňóôŕšťúýž", "ăâîşţ", "čćđšž", "äöüß"),
+)
+# Letters beyond a to z of the languages that write in each charset. The first charset wins a tie.
+_ALPHABETS: Final = {
+    "cp1252": _WESTERN,
+    "cp1250": _CENTRAL,
+    "iso8859_2": _CENTRAL,
+    "cp1254": ("çğıöşüâî\u0307",),
+    "cp1257": ("āčēģīķļņšūž", "ąčęėįšųūž"),
+    "mac_roman": _WESTERN,
+}
+_PUNCTUATION: Final = frozenset("–—‘’‚“”„…«»‹›¿¡•·°§€£©®™ ½¼²³×\u00ad")
+_HEAD_BYTES: Final = 1 << 16  # part of the bytes from which a charset of Latin letters is chosen
+
+
+class UnreadableError(PermilleError):
+    """Bytes that hold no text. The message is a reason for a report."""
+
+
+def decode(data: bytes, declared: str | None = None) -> tuple[str, str]:
+    r"""Return the text of `data`, and the charset that was used.
+
+    Example:
+        >>> decode("Grüße".encode("cp1252"), "iso-8859-1")
+        ('Grüße', 'cp1252')
+
+    Args:
+        data: the bytes.
+        declared: the charset that a header or a page names, which may be wrong or unknown.
+
+    Raises:
+        UnreadableError: the bytes are text in no charset that is known.
+    """
+    for mark, charset in _MARKS:
+        if data.startswith(mark):
+            # The end of a file that was cut off is no reason to lose the rest.
+            return data.decode(charset, "replace").lstrip("\ufeff"), charset
+    if b"\0" in data:
+        # The upper byte of a space is zero in all languages. It comes first in big-endian order.
+        order = "be" if data[::2].count(0) > data[1::2].count(0) else "le"
+        for charset in (f"utf-32-{order}", f"utf-16-{order}"):
+            if (text := _strict(data, charset)) is not None and _is_text(text):
+                return text, charset
+        # A few zeros may stand in any text. A file with many is a program or a picture.
+        if data.count(b"\0") * 100 > len(data):
+            raise UnreadableError("holds bytes that are no text")
+    # Charsets such as ISO-2022-JP write all characters as ASCII, so there the declaration comes first.
+    charsets = [*_charsets(declared), *(["iso2022_jp"] if b"\x1b$" in data else [])]
+    for charset in (*charsets, "utf-8") if data.isascii() else ("utf-8", *charsets):
+        if (text := _strict(data, charset)) is not None:
+            return text, "utf-8" if data.isascii() and text == data.decode("ascii") else charset
+    return _detected(data)
+
+
+def _charsets(declared: str | None) -> Iterator[str]:
+    """Yield the codecs that a declaration may mean."""
+    import webencodings
+
+    label = (declared or "").strip("\"' \t\r\n")
+    # A byte order mark or a zero would have shown UTF-16, so a declaration of it is wrong here.
+    if not label or re.match("(?i)utf-?(16|32)|ucs|unicode$", label):
+        return
+    if (known := webencodings.lookup(label)) is not None:
+        yield {"gbk": "gb18030"}.get(known.codec_info.name, known.codec_info.name)
+    yield label
+
+
+def _strict(data: bytes, charset: str) -> str | None:
+    try:
+        return data.decode(charset)
+    except (LookupError, ValueError):  # such as an unknown name, or a codec of something else than text
+        return None
+
+
+def _is_text(text: str) -> bool:
+    """Return whether a text that UTF-16 or UTF-32 gave has hardly a character that nobody writes."""
+    odd = sum(unicodedata.category(character) in ("Cc", "Cn", "Co", "Cs") for character in text)
+    odd -= sum(map(text.count, "\t\n\r\f"))
+    return odd * 50 <= len(text)
+
+
+def _detected(data: bytes) -> tuple[str, str]:
+    import charset_normalizer
+
+    found = charset_normalizer.from_bytes(data, cp_isolation=list(_DETECTED)).best()
+    if found is None and (text := _strict(data, "cp1252")) is not None and _is_text(text):
+        return text, "cp1252"  # too short for the detector
+    if found is None:
+        raise UnreadableError("not in a charset that is known")
+    charset = found.encoding
+    if charset in _ALPHABETS:
+        charset = max(_ALPHABETS, key=lambda one: _fit(data[:_HEAD_BYTES], one))
+    if (text := _strict(data, charset)) is None:
+        return str(found), found.encoding
+    return text, charset
+
+
+def _fit(data: bytes, charset: str) -> float:
+    """Return the share of a text's letters beyond ASCII that one alphabet of this charset has."""
+    if (text := _strict(data, charset)) is None:
+        return -1.0
+    letters = [one for one in text.casefold() if not one.isascii() and one not in _PUNCTUATION]
+    if not letters:
+        return 1.0
+    # `casefold` writes a sharp s as ss, so it is missing in the letters of all charsets alike.
+    return max(sum(one in alphabet for one in letters) for alphabet in _ALPHABETS[charset]) / len(letters)

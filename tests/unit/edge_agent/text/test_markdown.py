@@ -1,0 +1,59 @@
+"""Tests of notes in Markdown: only YAML keys are front matter, and links become their words."""
+
+import pytest
+
+from permille_agent.text.markdown import split_front_matter, without_targets
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        "---\ntitle: Peas\n---\n",
+        "---\r\ntags:\r\n  - a\r\n- b\r\naliases: []\r\n---\r\n".replace("\r\n", "\n"),
+        "---\nsummary: >-\n  two lines\n  of text\ndate created: 2024-05-01\n...\n",
+        '---\ntags: [a,\n  b\n]\nurl: "https://example.org"\n---',
+    ],
+)
+def test_a_block_of_keys_at_the_beginning_is_front_matter(front: str) -> None:
+    assert split_front_matter(f"{front}Text") == (
+        ("", f"{front}Text") if front.endswith("---") else (front, "Text")
+    )
+    assert split_front_matter(front) == (front, "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "---\n\nToday I planted peas.\n\n---\n\nEvening: rain.\n",
+        "---\nToday I planted peas: two rows.\n---\nMore.\n",
+        "---\nPeas\n---\n",
+        "---\nDay: one\n\nPlanted peas.\n---\n",
+        "---\nday: one\nPlanted peas.\n---\n",
+        "---\n- a list\n---\n",
+        "---\ntitle: never closed\n\nText\n",
+        "---\n---\nText\n",
+        "Text\n---\ntitle: Peas\n---\n",
+        "--- \ntext ---\n",
+        "----\ntitle: Peas\n----\n",
+        "---\n" + "a b: c d\n" * 5000,
+    ],
+)
+def test_text_between_rules_is_no_front_matter(text: str) -> None:
+    assert split_front_matter(text) == ("", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("See [[2024-05-01|the first of May]] and [[Beans]].", "See the first of May and Beans."),
+        ("![[Pasted image 2024.png]]\nThe bed.", "\nThe bed."),
+        ("![our bed](images/a(1).png) and [the shop](https://example.org/a_(b)).", "our bed and the shop."),
+        ("A thought. ^a1b2", "A thought."),
+        ("`[[ -f x ]]` and [x] done", "`[[ -f x ]]` and [x] done"),
+        ("```sh\n[[ -f x ]] && [a](b)\n```\n[a](b)", "```sh\n[[ -f x ]] && [a](b)\n```\na"),
+        ("*early* # not ^ this", "*early* # not ^ this"),
+        ("[" * 20_000 + "(" * 20_000, "[" * 20_000 + "(" * 20_000),
+    ],
+)
+def test_links_become_their_words_and_code_stays(text: str, words: str) -> None:
+    assert without_targets(text) == words
