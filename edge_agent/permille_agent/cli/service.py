@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -80,9 +81,16 @@ def enroll(
     """
     from permille_agent.link.enrolment import enroll as enroll_device
 
+    is_new = not context.obj.exists()
     home = home_of(context)
-    with hold_lock(home, "enroll"):
-        enrolment = enroll_device(home, server, invitation, name=name, ca_file=ca_file)
+    try:
+        with hold_lock(home, "enroll"):
+            enrolment = enroll_device(home, server, invitation, name=name, ca_file=ca_file)
+    except InputError:
+        # The service does not know this device. After other errors it may, so the key must stay then.
+        if is_new:
+            shutil.rmtree(home.root)
+        raise
     show(enrolment.document(), as_json=as_json, then="permille-agent pull")
 
 
