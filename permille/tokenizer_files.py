@@ -17,6 +17,7 @@ MAX_TEMPLATE_CHARACTERS = 64 << 10
 # llama.cpp also ends an answer at these tokens.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
 
+TEMPLATE_FILE = "chat_template.jinja"
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 """The files that name special tokens and say how a text begins, the older one first."""
 
@@ -71,7 +72,7 @@ class TokenizerFiles:
         return cls(
             special={name: token for name, token in tokens.items() if token},
             add_bos=bool(config.get("add_bos_token")),
-            template=_template(read_file("chat_template.jinja"), config),
+            template=_template(read_file(TEMPLATE_FILE), config),
             stop_ids=tuple(stops),
         )
 
@@ -205,7 +206,8 @@ def _template(file: bytes | None, config: Mapping[str, Any]) -> str | None:
         # Some models have several named templates. Take the last one named "default", as transformers does.
         named = (entry for entry in reversed(template) if isinstance(entry, dict))
         template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
-    if not isinstance(template, str):
+    # An empty template would leave out every message.
+    if not isinstance(template, str) or not template.strip():
         return None
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise PackageError(

@@ -18,6 +18,17 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _MODEL = "application/vnd.ollama.image.model"
 
 
+def ollama_name(text: str) -> str:
+    """Return a name that Ollama takes for a model, as near to a text as possible.
+
+    Example:
+        >>> ollama_name("my notes (2)"), ollama_name("été")
+        ('my-notes-2', 't')
+    """
+    # Ollama takes up to 80 letters, digits and `_`, `-`, `.`, and the first is no sign.
+    return re.sub(r"[^\w.-]+", "-", text, flags=re.ASCII)[:80].strip("-._") or "personal"
+
+
 def ollama_file(name: str, store: Path | None = None) -> tuple[Path, Path]:
     """Find the GGUF file of a model.
 

@@ -54,7 +54,7 @@ class _MessagesRefusedError(Exception):
     """A template has called `raise_exception`, for example because it knows no system's turn."""
 
 
-class _Child:
+class Child:
     """The state of the child: the loaded tokenizer, its open streams, and the compiled template."""
 
     def __init__(self) -> None:
@@ -316,7 +316,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
 def main() -> int:
     """Answer requests from standard input until it ends."""
     confine(memory_bytes=MEMORY_BYTES)
-    child = _Child()
+    child = Child()
     while line := sys.stdin.buffer.readline():
         # The child answers many requests, so set a new limit for each request.
         allow_cpu(ORPHAN_CPU_S)

@@ -20,14 +20,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from permille.errors import InputError
+from permille.errors import InputError, PackageError
 from permille.sandbox.confinement import confine, die_with_parent
 from permille.sandbox.process import SandboxError, run_once
+from permille.tokenizer_files import MAX_TEMPLATE_CHARACTERS, TEMPLATE_FILE, ReadFile, TokenizerFiles
 
 # A GGUF file with the largest vocabulary that we know takes 0.5 GB of it.
 MEMORY_BYTES: Final = 1 << 30
 CPU_S: Final = 30
 # Six times the processor time. On a busy machine, this process of low priority gets little of it.
+MAX_SETTINGS_BYTES: Final = 64 << 20
 TIMEOUT_S: Final = 180.0
 
 
@@ -65,9 +67,16 @@ def read_facts(kind: HeadKind, path: Path) -> Mapping[str, Any]:
 
 
 def _facts_of_folder(folder: Path) -> Mapping[str, Any]:
-    from permille.models.checkpoint import Checkpoint, read_config
+    from permille.models.checkpoint import Checkpoint, inside, read_config
     from permille.models.conversion import pickled_weights
 
+    def read(name: str) -> bytes | None:
+        path = folder / name
+        # A larger file is none of those that say how to chat.
+        known = path.is_file() and path.stat().st_size <= MAX_SETTINGS_BYTES
+        return inside(folder, name).read_bytes() if known else None
+
+    _check_template(folder.name, read)
     # Pickled weights can run code, so only the sandboxed child process of a job opens them.
     if pickled_weights(folder):
         return _facts_of_config(read_config(folder))
@@ -85,9 +94,36 @@ def _facts_of_gguf(path: Path) -> Mapping[str, Any]:
 
     model = read_model(GgufFile(path))
     # Refuse now what the first job would refuse.
-    tokenizer_files(model.file)
-    chat_template(model.file)
+    documents, template = tokenizer_files(model.file), chat_template(model.file)
+
+    def read(name: str) -> bytes | None:
+        if name == TEMPLATE_FILE:
+            return None if template is None else template.encode()
+        return json.dumps(documents[name]).encode() if name in documents else None
+
+    _check_template(path.name, read)
     return _facts_of_config(model.config)
+
+
+def _check_template(name: str, read: ReadFile) -> None:
+    """Render one conversation, because a fault of the template would show only after the first jobs."""
+    from permille.sandbox.child import Child
+
+    files = TokenizerFiles.read(read)
+    if files.template is None:
+        return
+    talk = [("user", "Hi"), ("assistant", "Hello"), ("user", "Bye")]
+    request = {
+        "do": "render",
+        "template": files.template,
+        "variables": files.variables,
+        "messages": [{"role": role, "content": said} for role, said in talk],
+        "prompt": True,
+        "prefixes": [],
+        "limit": MAX_TEMPLATE_CHARACTERS,
+    }
+    if (why := Child().answer(request).get("error")) is not None:
+        raise InputError(f"{name} has a chat template that does not work. {why}")
 
 
 def _facts_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +160,7 @@ def main(kind: HeadKind, path: Path) -> int:
     confine(memory_bytes=MEMORY_BYTES, cpu_s=CPU_S)
     try:
         answer: dict[str, object] = {"facts": _READERS[kind](path)}
-    except InputError as exc:
+    except (InputError, PackageError) as exc:
         answer = {"error": str(exc)}
     except MemoryError:
         answer = {"error": f"Reading {path.name} needs more than {MEMORY_BYTES >> 20} MiB of memory."}

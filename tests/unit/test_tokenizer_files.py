@@ -68,3 +68,11 @@ def test_a_template_of_another_form_is_ignored(template: object) -> None:
 def test_broken_files_are_refused(files: dict[str, bytes], message: str) -> None:
     with pytest.raises(PackageError, match=message):
         read(**files)
+
+
+@pytest.mark.parametrize("template", ["", "\n "])
+def test_an_empty_template_is_none(template: str) -> None:
+    beside = {"chat_template.jinja": template.encode()}
+    assert TokenizerFiles.read(beside.get).template is None
+    config = {"tokenizer_config.json": json.dumps({"chat_template": template}).encode()}
+    assert TokenizerFiles.read(config.get).template is None

@@ -374,11 +374,12 @@ def export(
     else:
         with _needing("gguf"):
             from permille.engines.gguf.export import MODELFILE, export_gguf
+            from permille.models.ollama import ollama_name
         exported = export_gguf(package, values_K, folder, kind=kind, like=like and like.expanduser())
         document |= {"type": exported.kind.value, "bytes": exported.size_bytes}
         # Quote the path, because the user copies this command into a shell.
         use = shlex.quote(str(folder / MODELFILE))
-        document["ollama"] = f"ollama create {shlex.quote(folder.name)} --file {use}"
+        document["ollama"] = f"ollama create {ollama_name(folder.name)} --file {use}"
         if personal:
             # Rounding to the type of the file can lose a part of the change.
             document["change_kept"] = round(exported.kept, 6)

@@ -130,7 +130,7 @@ def special_texts(file: GgufFile, tokens: list[str]) -> dict[str, str]:
 
 
 def chat_template(file: GgufFile) -> str | None:
-    """Return the chat template of a file, or None.
+    """Return the chat template of a file, or None if there is none or it is empty.
 
     Raises:
         InputError: the template is no text, or not UTF-8.
@@ -142,7 +142,7 @@ def chat_template(file: GgufFile) -> str | None:
         found.encode()
     except UnicodeEncodeError as exc:
         raise file.refused("has a chat template that is not UTF-8") from exc
-    return found
+    return found if found.strip() else None
 
 
 _SAMPLING = {

@@ -33,7 +33,7 @@ from filelock import FileLock, Timeout
 from permille.corpora.sources import check_head
 from permille.errors import InputError
 from permille.files import write_atomic
-from permille.models.ollama import ollama_file
+from permille.models.ollama import ollama_file, ollama_name
 from permille.text_files import TEXT_SUFFIXES, text_kind
 from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit
@@ -232,7 +232,7 @@ def run(request: Request, say: Callable[[str], None], *, quiet: bool = False) ->
     say(f"   to talk to it: {agent_line(programs.device, use)}")
     if request.out.suffix == ".gguf":
         file = _modelfile(request.out)
-        name, path = shlex.quote(file.stem), shlex.quote(str(file))
+        name, path = ollama_name(file.stem), shlex.quote(str(file))
         say(f"   to load it into Ollama: ollama create {name} --file {path}")
     say(f"   to serve it as OpenAI and Ollama do: {agent_line(programs.device, 'serve')}")
     return {**answer, "page": page, "out": str(request.out), "work": str(request.work)}

@@ -21,7 +21,7 @@ from permille.models.gguf import folder as gguf_folder
 from permille.models.gguf.config import read_model
 from permille.models.gguf.file import GgufFile
 from permille.models.gguf.folder import convert, model_folder
-from permille.models.ollama import ollama_file
+from permille.models.ollama import ollama_file, ollama_name
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.quantization import dequantize
@@ -452,3 +452,20 @@ def test_divisors_of_another_shape_are_refused_unread(
     monkeypatch.setattr(GgufFile, "float32", lambda _self, name: pytest.fail(f"{name} was read"))
     with pytest.raises(InputError, match=r"'rope_freqs.weight' of shape \[64\], for heads of"):
         read_model(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("mine", "mine"),
+        ("my notes (2)", "my-notes-2"),
+        ("-f", "f"),
+        ("été", "t"),
+        ("日記", "personal"),
+        ("a/b:c", "a-b-c"),
+        ("x" * 200, "x" * 80),
+        ("v1.2_b", "v1.2_b"),
+    ],
+)
+def test_a_name_for_ollama_is_one_that_it_takes(text: str, name: str) -> None:
+    assert ollama_name(text) == name
