@@ -1,7 +1,7 @@
-"""The beginning of a text: the tokens that a model reads first in use, which are BOS or none.
+"""The tokens that a model reads before every text in use: BOS, or none.
 
 `llama.cpp`, Ollama and transformers put BOS before a text if the tokenizer asks for it. A model that was
-trained so reads a text without BOS badly. So every row of tokens begins as a text in use does:
+trained with BOS predicts a text without it badly. So every row of tokens begins as a text in use does:
 
     bos = beginning(files, answer)        # (2,) for Gemma, () for SmolLM2
     for context, first, last in row_spans(300, 128, bos):

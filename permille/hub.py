@@ -9,7 +9,7 @@ _LEAST_S = 1.0
 
 
 def hub_failure(exc: BaseException | None, what: str) -> RetryableError:
-    """Describe why the hub gave no answer, or another one than the file.
+    """Describe a failed download: the hub did not answer, or answered without the file.
 
     Args:
         exc: the error of `huggingface_hub` or of a library above it. Its cause may hold the hub's answer.
@@ -28,8 +28,8 @@ def hub_failure(exc: BaseException | None, what: str) -> RetryableError:
     if status == 429 or (status == 503 and wait_s is not None):
         wait_s = max(_LEAST_S, _LIMITED_S if wait_s is None else wait_s)
         return RetryableError(
-            f"The hub limits the rate of requests ({status}) for {what}. The job goes on in {wait_s:.0f} s. "
-            "Set HF_TOKEN for a higher limit.",
+            f"The hub limits the rate of requests ({status}) for {what}. The job continues in "
+            f"{wait_s:.0f} s. Set HF_TOKEN for a higher limit.",
             retry_after_s=wait_s,
         )
     return RetryableError(f"The hub answered {status} for {what}.")

@@ -76,7 +76,7 @@ class Window:
 
     @property
     def _is_either(self) -> bool:
-        """Whether one of the day fields suffices. As in cron, both must be restricted for that."""
+        """Return whether one of the day fields suffices. As in cron, both must be restricted for that."""
         parts = self.cron.split()
         return not (parts[2].startswith("*") or parts[4].startswith("*"))
 

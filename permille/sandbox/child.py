@@ -179,14 +179,14 @@ class Child:
         return {"text": _bounded("".join(pieces), limit)}
 
     def mark(self, texts: list[str], mark: str, written: str) -> Answer:
-        """Put a mark behind the first character of each special token in messages, so that it is text.
+        """Put a mark after the first character of each special token in messages, so that it is text.
 
         Args:
             texts: the contents of the messages.
             mark: a character that is in none of the texts.
-            written: user-defined tokens in this text, a template, also get a mark.
+            written: a template. User-defined tokens that it contains also get a mark.
 
-        Return the texts, and one of the tokens, or None.
+        Return the texts, and one of the tokens that were found, or None.
         """
         known = [*self._special, *(token for token in self._user_defined.values() if token in written)]
         found = sorted({token for token in known if any(token in text for text in texts)})

@@ -74,7 +74,8 @@ def _convert_weights(folder: Path, pickles: list[Path], *, most: int) -> None:
                 )
             if name in found:
                 raise _UnreadableError(f"{path.name} holds {name!r:.80}, which another file holds, too.")
-            # A stride of 0, or a name for bytes that have one already, claims more than the file has.
+            # A tensor can repeat bytes, by a stride of 0 or by sharing them with another tensor. So a small
+            # file could claim any size.
             claimed += tensor.numel() * tensor.element_size()
             if claimed > most:
                 raise _UnreadableError(

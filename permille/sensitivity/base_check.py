@@ -1,7 +1,7 @@
-"""A check of a base model before it is worked on: does it read public text well, and as rows are made?
+"""A check that a base model reads public text well, in rows as we make them, before long work begins.
 
 A model that expects BOS reads rows without it badly: Gemma with 5.8 instead of 3.7 nats per token. A mask
-from such rows is wrong, and training on them mostly learns to bear the missing token. So a mask job measures
+from such rows is wrong, and training on them mostly learns to do without BOS. So a mask job measures
 the base in three ways: with the rows as they are made, without their first token, and after BOS.
 
     losses = check_base(model, sequences_NT, bos=2)

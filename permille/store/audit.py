@@ -25,7 +25,7 @@ from permille.store.tables import AuditEntry, Tenant
 
 MAX_BODY_BYTES: Final = 16 << 10
 MAX_CHANGES_A_DAY: Final = 20_000
-"""Changes of one tenant within 24 hours. As many more are admitted if they only end or remove something."""
+"""Changes of one tenant within 24 hours. Those that only end or remove something may reach twice as many."""
 _ENDING: Final = frozenset(("apply", "cancel", "delete", "halt", "pause", "revert", "revoke", "stop", "yank"))
 _DAY: Final = timedelta(hours=24)
 
@@ -79,7 +79,9 @@ def _check_quota(session: Session, tenant_id: str, seq: int, action: str, at: da
     entry = session.get(AuditEntry, (tenant_id, seq - most))
     if entry is not None and entry.created_at > at - _DAY:
         wait_s = int((entry.created_at + _DAY - at).total_seconds()) + 1
-        raise QuotaError(f"This tenant has made {most} changes within 24 hours.", retry_after_s=wait_s)
+        raise QuotaError(
+            f"This tenant has made {most} changes within 24 hours. Try again later.", retry_after_s=wait_s
+        )
 
 
 def _bounded(request: dict[str, object] | None) -> dict[str, object] | None:

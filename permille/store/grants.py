@@ -1,12 +1,12 @@
-"""What the database role of workers may do (PostgreSQL).
+"""The privileges of the database role of workers (PostgreSQL).
 
     with engine.begin() as connection:
         grant(connection, "permille_worker")
 
 The API, or the migration, connects as the owner of the tables, and grants these privileges to the role of
 `PERMILLE_WORKER_ROLE`. So somebody who takes over a worker, or learns its password, can make no tokens and
-sign nothing: the rows of tokens, tenants, devices, releases and metadata are closed to it. It can still spoil
-what workers make: jobs, results, rounds, and the progress of rollouts.
+sign nothing. The role cannot add or change tenants, devices, tokens, releases or signed metadata. It can
+still spoil what workers make: jobs, results, rounds, and the progress of rollouts.
 """
 
 import zlib

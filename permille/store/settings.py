@@ -222,8 +222,8 @@ class ProcessSettings(SettingsGroup):
         ge=1,
         description="memory that a job may use (on a GPU, memory of the GPU). The default is the memory that "
         "is free when the job begins. If a model does not fit, masks and perplexity are computed one decoder "
-        "layer at a time, which is slower and gives the same result. A preflight refuses a job that needs "
-        "more memory even so than an idle worker has reported",
+        "layer at a time, which is slower and gives the same result. A preflight refuses a job that even "
+        "so needs more memory than any idle worker has reported",
     )
     fisher_split_flops: float = Field(
         default=2e13,
@@ -269,7 +269,7 @@ def _in_a_header(value: SecretStr) -> SecretStr:
 
 
 HeaderToken = Annotated[SecretStr, AfterValidator(_in_a_header)]
-"""A token that is sent in a header. An HTTP library would print another one in its error."""
+"""A token that is sent in a header. HTTP libraries print a token with other characters in their errors."""
 
 
 def layout(data_dir: Path) -> dict[str, Any]:

@@ -22,13 +22,13 @@ def answer(status: int, **headers: str) -> Exception:
     [
         (
             answer(429, retry_after="196"),
-            r"limits the rate .*\(429\) for a/b.* goes on in 196 s",
+            r"limits the rate .*\(429\) for a/b.* continues in 196 s",
             196,
         ),
-        (answer(429, ratelimit='"api";r=0;t=55'), "goes on in 55 s", 55),
-        (answer(429, retry_after="0"), "goes on in 1 s", 1),
-        (answer(429), "goes on in 60 s", 60),
-        (answer(503, retry_after="30"), "goes on in 30 s", 30),
+        (answer(429, ratelimit='"api";r=0;t=55'), "continues in 55 s", 55),
+        (answer(429, retry_after="0"), "continues in 1 s", 1),
+        (answer(429), "continues in 60 s", 60),
+        (answer(503, retry_after="30"), "continues in 30 s", 30),
         (answer(503), "answered 503 for a/b", None),
         (answer(500, retry_after="30"), "answered 500 for a/b", None),
         (TimeoutError("timed out"), "Cannot reach the hub for a/b: timed out. Check the network", None),

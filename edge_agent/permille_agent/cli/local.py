@@ -336,9 +336,9 @@ def export(
       permille-agent export ~/models/my-adapter --format peft
 
     The export merges your changes into the weights. --format gguf is for llama.cpp and Ollama. With --like,
-    llama.cpp reads the new file as it reads the old one. --format peft writes only the adapter, if the
-    package trains one. --format executorch needs torch and ExecuTorch's exporter. The export is personal
-    data.
+    llama.cpp cuts texts into the same tokens as with the given file. --format peft writes only the adapter,
+    if the package trains one. --format executorch needs torch and ExecuTorch's exporter. The export is
+    personal data.
     """
     from permille.engines.export import export_peft, export_transformers
     from permille.package.blobs import BlobFolder

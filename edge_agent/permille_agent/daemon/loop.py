@@ -428,7 +428,10 @@ def _words(error: Exception) -> str:
 
 
 def _loggable(error: Exception) -> str:
-    """Return an error for the log. The words of a bug's error may be text of the user, so name its line."""
+    """Return an error for the log.
+
+    The message of an unexpected error may contain text of the user. So only its type and line are returned.
+    """
     if isinstance(error, PermilleError):
         return f"{type(error).__name__}: {error}"
     at = traceback.extract_tb(error.__traceback__)[-1]

@@ -53,7 +53,7 @@ class Pulled:
 
     Attributes:
         changed: whether a different package is installed now.
-        text_rules: the rules of the tokenizer, if they differ from those of the package before, else empty.
+        text_rules: the rules of the tokenizer, if they differ from those of the earlier package, else empty.
         download_bytes: size of the downloaded blobs.
         collected_bytes: size of the deleted blobs of old packages.
     """
@@ -304,7 +304,7 @@ def _install(home: Home, blobs: BlobFolder, release: InstalledRelease, plan: Dow
 
 
 def _changed_rules(blobs: BlobFolder, before: InstalledRelease | None, now: InstalledRelease) -> str:
-    """Describe the rules of the new tokenizer if they are not those of the package before."""
+    """Describe the rules of the new tokenizer if they differ from those of the earlier package."""
     if before is None or before.manifest_digest == now.manifest_digest:
         return ""
     try:
@@ -313,7 +313,7 @@ def _changed_rules(blobs: BlobFolder, before: InstalledRelease | None, now: Inst
             for one in (before, now)
         )
     except PackageError as exc:
-        return f"that of the package before cannot be read: {exc}"
+        return f"the tokenizer of the earlier package cannot be read: {exc}"
     return "" if old == new else new.describe()
 
 

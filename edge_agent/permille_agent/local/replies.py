@@ -34,7 +34,7 @@ Request = TypeVar("Request", bound="Fields")
 
 def _some(limit: int) -> int:
     if limit == 0:
-        raise ValueError("Ask for at least one token, or write -1 for no limit of your own.")
+        raise ValueError("Ask for at least one token, or send -1 for no limit.")
     return limit
 
 
@@ -103,7 +103,7 @@ class Message(Fields):
 
     @property
     def of_tools(self) -> bool:
-        """True if the turn only calls a tool, or is a tool's answer."""
+        """Return whether the turn only calls a tool, or is a tool's answer."""
         return self.role in ("tool", "function") or (bool(self.tool_calls) and not self.text.strip())
 
 

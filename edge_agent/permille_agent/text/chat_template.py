@@ -87,7 +87,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_system(self) -> bool:
-        """False if the template refuses a system's turn, as Gemma's does, or leaves it out."""
+        """Return whether the template writes a system message. Gemma's template refuses it."""
         said = "You are brief."
         try:
             return said in str(self._render((("system", said), ("user", "Hi")), False, ())["text"])
@@ -97,7 +97,7 @@ class ChatTemplate:
             return False
 
     def _fitting(self, messages: Messages) -> Messages:
-        """Put a system's turn before the user's if the template does not take it, as llama.cpp does."""
+        """Put a system message before the user's if the template does not write it, as llama.cpp does."""
         if not messages or messages[0][0] != "system" or self._takes_system:
             return messages
         (_, told), *rest = messages

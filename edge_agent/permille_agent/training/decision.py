@@ -79,7 +79,8 @@ class Decision:
         scaled_digest: the digest of the scaled state that was judged. None at full strength.
         strength: the strength that was judged, in eighths. 0 means that even one eighth costs too much
             general knowledge.
-        fault: what a larger strength would do to an answer. "" if this is not why the strength is not larger.
+        fault: what a larger strength would do to an answer. "" if the answers are not the reason
+            for the strength.
         general: the losses on general text. None if the package has no reference text.
         answers: answers of the base and of the scaled state to general questions.
         incumbent: the model that was active at the time of the decision.

@@ -24,9 +24,10 @@
     samples.json         text of the base and the personal model, for the page show.html
 
 Each result is a function of the run's definition and of earlier results. It is written once and atomically,
-before other results depend on it. If the model in use changes before the run ends, it is decided again.
-So a killed run that is started again computes only the missing results. All results have the same bits as
-without the kill. Runs with a time limit are an exception: their number of steps depends on measured times.
+before other results depend on it. If the model in use changes before the run ends, the decision is made
+again. So a killed run that is started again computes only the missing results. All results have the same
+bits as without the kill. Runs with a time limit are an exception: their number of steps depends on measured
+times.
 """
 
 import hashlib

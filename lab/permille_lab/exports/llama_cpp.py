@@ -49,8 +49,8 @@ class LlamaCpp:
     def tokens(self, text: str, *, special: bool = False) -> list[int]:
         """Return the tokens of a text as a prompt, after the tokens that the file puts before each text.
 
-        Names of special tokens in the text are plain text, except if `special` is set, as for prompts that
-        a program sends.
+        Names of special tokens in the text are plain text, unless `special` is set. The server sets it for
+        prompts of programs.
         """
         request = {"content": text, "add_special": True, "parse_special": special}
         return [int(token) for token in self._ask("/tokenize", request)["tokens"]]
@@ -73,9 +73,9 @@ class LlamaCpp:
     def log_probs(self, ids_T: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the log-probabilities of the next token at each position of a sequence, float64 [T, D].
 
-        The server tells them for a token that it generates. So it is asked for each beginning of the
-        sequence, and takes what it has computed from its cache. It is made to generate a letter, since it
-        tells none for a part of a character. They are those before this bias.
+        The server returns them only for a token that it generates. So it gets each prefix of the sequence,
+        most of which is in its cache. It returns none for a part of a character. So a bias makes it generate
+        a letter. The log-probabilities are those without the bias.
         """
         ids = [int(token) for token in ids_T]
         letter = self._ask("/tokenize", {"content": "a"})["tokens"][-1]

@@ -165,7 +165,7 @@ class Bench:
         }
 
     def second(self, user: User) -> Result:
-        """Measure a person's state on a model of another family, with each general text alone."""
+        """Measure a person's state on a model of another family. Report each general text separately."""
         person = self.subject.study.person(user)
         base_K = self.package.values()
         own_K, strength = self.kept(self.state(person)[0])

@@ -1,7 +1,7 @@
-"""The keys of a GGUF file's metadata that llama.cpp obeys: each is read here, does nothing, or is refused.
+"""Check of the keys in a GGUF file's metadata. Unknown ones are refused.
 
-llama.cpp reads dozens of keys of an architecture. Some of them change what the model computes, so a key that
-this package does not know is refused by name.
+llama.cpp reads dozens of keys of an architecture, and some of them change what the model computes. So a key
+must be read by this package, or be known to change nothing.
 """
 
 from permille.models.descriptions import Family
@@ -67,7 +67,7 @@ _TOKENIZER_HARMLESS = {
 
 
 def check_keys(file: GgufFile, arch: str, family: Family) -> None:
-    """Check that the file has no key that could change results and is not read.
+    """Check that the file has no unknown key of its architecture or tokenizer.
 
     Raises:
         InputError: the file has such a key.

@@ -1,4 +1,4 @@
-"""Tokenizer and metadata of the GGUF file that a model came from, for an export that takes them as they are.
+"""Tokenizer and metadata of the GGUF file that a model came from, unchanged, for an export.
 
     original = Original(Path("model.gguf"), package.config, read)
     original.write(writer)

@@ -42,8 +42,9 @@ def hide(counts: Mapping[Key, int], least: int) -> dict[Key, int | None]:
 
 
 def rounded(count: int, least: int) -> int | None:
-    """Round a count to a multiple of `least`, or return None below it. With `least` 0, return the
-    exact count.
+    """Round a count to a multiple of `least`, or return None below it.
+
+    With `least` 0, return the exact count.
 
     Example:
         >>> rounded(47, 10), rounded(7, 10), rounded(0, 10), rounded(7, 0)
@@ -55,8 +56,9 @@ def rounded(count: int, least: int) -> int | None:
 
 
 def coarse(value: float, least: int) -> float:
-    """Round a median to two digits, since it is the value of a single device. With `least` 0, do not
-    round.
+    """Round a median to two digits, since it is the value of a single device.
+
+    With `least` 0, do not round.
 
     Example:
         >>> coarse(0.12345, 10)

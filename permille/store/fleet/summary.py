@@ -92,8 +92,10 @@ def _count_devices(session: Session, tenant_id: str, at: datetime) -> list[Count
 
 
 def _groups(counts: Counter[str], least: int) -> list[Group]:
-    """Return the groups of devices, largest first. All hidden groups appear under one name, without a
-    count. Where counts are hidden, this name always appears.
+    """Return the groups of devices, largest first.
+
+    All hidden groups appear under one name, without a count. Where counts are hidden, this name always
+    appears.
     """
     told = [(key, count) for key, count in hide(counts, least).items() if count is not None]
     told.sort(key=lambda group: (-group[1], group[0]))  # by the rounded count, so the order reveals nothing

@@ -111,12 +111,12 @@ def celery_app(broker_url: str) -> Any:
 
 
 def note_worker(session: Session, *, name: str, exports: bool, memory_bytes: int | None) -> None:
-    """Record at most once a minute that a worker runs, and what it has.
+    """Record at most once a minute that a worker runs, its memory, and whether it can export programs.
 
     Args:
         exports: whether it can export programs.
         memory_bytes: the memory that a job could use now, or None if unknown. While the worker runs a job,
-            its earlier memory stays.
+            the number recorded before stays.
     """
     at, row = now(session), session.get(Worker, name)
     # `abs`, since the database's clock may have gone back.

@@ -39,7 +39,7 @@ class TensorRow(BaseModel):
 
 
 class BaseEvidence(BaseModel):
-    """The loss of the base on the corpus, in nats per token, and what is odd about it."""
+    """The loss of the base on the corpus, in nats per token, and warnings about it."""
 
     loss: float
     remarks: list[str]

@@ -376,8 +376,8 @@ def _check_form(model: Path, out: Path) -> None:
             vocabulary_of(files.get, shape_of(config).vocabulary)
     except InputError as exc:
         raise CommandError(
-            f"{model.name} cannot be written as a GGUF file, but as a folder: name one with --out. The "
-            f"reason: {exc}",
+            f"{model.name} cannot be written as a GGUF file. Name a folder with --out to write it for "
+            f"transformers. The reason: {exc}",
             Exit.REFUSED,
         ) from exc
 

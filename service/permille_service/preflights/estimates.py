@@ -1,9 +1,11 @@
-"""Estimates of the memory and disk that a job needs, and what the workers have.
+"""Estimates of the memory and disk that a job needs, and measurements of what the workers have.
 
-The needs are computed from the model's config alone. No file of the model is read. They are upper bounds,
-which serve to refuse hopeless jobs early and not to predict exact figures. They assume what workers do.
-Unless a function below says otherwise, weights are in float32, sequences are processed one at a time, only
-one tensor has a gradient at a time, and the backward pass computes activations again (checkpointing).
+The needs are computed from the model's config alone. No file of the model is read. They are upper bounds
+to refuse hopeless jobs early, and do not predict exact figures. Unless a function below says otherwise:
+
+- weights are in float32;
+- sequences are processed one at a time, and only one tensor has a gradient at a time;
+- the backward pass computes activations again (checkpointing).
 
 The workers report the memory that they have free while they run no job.
 """

@@ -122,7 +122,7 @@ def _fisher(context: TaskContext, model: SourceModel, request: FisherMaskCreate)
 
 
 def _check_base(context: TaskContext, model: SourceModel, drawn: shard.Drawn) -> dict[str, object]:
-    """Measure the base once a job, and tell the operator what is odd before the long work begins."""
+    """Measure the base once per job, and warn the operator of oddities before the long work begins."""
     from permille.models.loading import FileTokenizer
     from permille.sensitivity.base_check import check_base, remarks
     from permille_workers.tasks.compute import open_torch_model
