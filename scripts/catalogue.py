@@ -48,20 +48,21 @@ numbers, but for OLMo 3 and Ministral 3, whose numbers were not at hand.
 
 ## Special tokens around a text
 
-A row of tokens for a mask, for training or for a decision begins as the model reads a text in use:
-with BOS, if the model's own files ask for it. No tokenizer here adds a token after a text. In a chat,
-the row has BOS once, whether the template writes it or not.
+Rows of tokens for masks, training and decisions begin as the model reads a text in use: with BOS,
+if the model's own files ask for it. No tokenizer here adds a token after a text. A conversation has
+BOS once, whether the template writes it or not.
 
-A row of a model with BOS has one document. Without BOS, several documents can share a row, with
-nothing between them. The publisher trained with the token of the column "between documents".
+For a model with BOS, each document is a sequence of its own. Without BOS, several documents can
+share a sequence, with nothing between them. The publisher trained with the token of the column
+"between documents".
 
 {_table(framed_head, framings)}
 
-The settings are those of the publisher's `tokenizer_config.json`, `tokenizer.json` and chat template
-(for a base model: the template of its instruct version). Those of SmolLM2 were read from its file.
-The others are written from memory, not read from the files, and "?" means unknown. permille begins a
-text as the model's own files say, never as this table says. Tests compare tokenizers with these
-settings with llama.cpp.
+The settings of SmolLM2 were read from its file. All others are written from memory, and "?" means
+unknown. They are meant to equal the publisher's `tokenizer_config.json`, `tokenizer.json` and chat
+template. For a base model, the template is that of its instruct version. permille begins a text as
+the model's own files say, never as this table says. Tests make tokenizers with these settings, and
+compare them with llama.cpp.
 """
 
 
