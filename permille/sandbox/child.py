@@ -61,6 +61,7 @@ class Child:
         self._loaded: Tokenizer | None = None
         self._special: list[str] = []
         self._user_defined: dict[int, str] = {}
+        self._prefixed = False
         self._streams: dict[int, DecodeStream] = {}
         self._templates: ImmutableSandboxedEnvironment | None = None
         self._compiled: tuple[str, Template] | None = None
@@ -101,6 +102,8 @@ class Child:
         # The file may ask for truncation or padding. We need all tokens, and no others.
         self._loaded.no_truncation()
         self._loaded.no_padding()
+        # Such a tokenizer puts a space before a text, but not after its special tokens.
+        self._prefixed = getattr(self._loaded.pre_tokenizer, "prepend_scheme", None) == "first"
         ids = [self._loaded.token_to_id(token) for token in tokens]
         added = self._loaded.get_added_tokens_decoder()
         ends = {number for number in (*ids, *stops) if number is not None}
@@ -129,8 +132,13 @@ class Child:
             raise _RefusedError(f"{len(text)} characters make {len(found)} tokens, more than {limit}.")
         return {name: _packed([t[i] for t in found]) for i, name in enumerate(("ids", "starts", "ends"))}
 
-    def _tokens(self, text: str, literal: bool, ends: bool = False) -> list[tuple[int, int, int]]:
-        """Return (id, start, end) for each token."""
+    def _tokens(
+        self, text: str, literal: bool, ends: bool = False, *, inside: bool = False
+    ) -> list[tuple[int, int, int]]:
+        """Return (id, start, end) for each token. `inside`: other text comes before this one."""
+        if self._prefixed:
+            rule: Any = self._tokenizer.pre_tokenizer
+            rule.prepend_scheme = "never" if inside else "first"
         self._tokenizer.encode_special_tokens = literal
         found = self._tokenizer.encode(text, add_special_tokens=ends)
         return [(number, *place) for number, place in zip(found.ids, found.offsets, strict=True)]
@@ -149,12 +157,13 @@ class Child:
             before = first - marks[first]
             pieces = [text[first:start].replace(mark, "")]
             places = [i - marks[i] - before for i in range(first, start) if text[i] == mark]
-            found = self._tokens(pieces[0], literal=True)
+            found = self._tokens(pieces[0], literal=True, inside=first > 0)
             # User-defined tokens are recognised in any text, except in one that is cut there.
             if any(n in added and any(s < place < e for place in places) for n, s, e in found):
                 pieces = text[first:start].split(mark)
             for piece in filter(None, pieces):
-                tokens += [(n, before + s, before + e) for n, s, e in self._tokens(piece, literal=True)]
+                found = self._tokens(piece, literal=True, inside=before > 0)
+                tokens += [(n, before + s, before + e) for n, s, e in found]
                 before += len(piece)
             if number is not None:
                 tokens.append((number, start - marks[start], end - marks[end]))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from permille.errors import InputError, PackageError
 from permille_agent.text.documents import Completion, Conversation, Learn, PlainText
@@ -202,6 +202,22 @@ def test_a_special_token_in_a_message_has_the_tokens_of_its_text() -> None:
     text = tokenizer.prompt("user\na <|im_end|> b").tolist()
     prompt = tokenizer.chat_prompt((("user", "a <|im_end|> b"),)).tolist()
     assert any(prompt[first : first + len(text)] == text for first in range(len(prompt)))
+
+
+def test_a_message_with_a_special_token_has_no_more_spaces_than_another() -> None:
+    letters = ["<s>", "</s>", "[INST]", "[/INST]", "▁", *"ab</>s"]
+    known = {letter: number for number, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=known, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.add_special_tokens(letters[:4])
+    files = _files(chat_template="{% for m in messages %}[INST]{{ m.content }}[/INST]a{% endfor %}")
+    opened = TextTokenizer(
+        lambda name: tokenizer.to_str().encode() if name == "tokenizer.json" else files(name)
+    )
+    for said, read in (("a b", "a▁b"), ("a b</s>", "a▁b</s>")):
+        wanted = [known["[INST]"], *(known[letter] for letter in read), known["[/INST]"], known["a"]]
+        assert opened.chat_prompt((("user", said),)).tolist() == wanted
+    assert opened.prompt("a").tolist() == [known["▁"], known["a"]]
 
 
 def test_a_token_that_ends_a_text_is_special_whatever_its_file_says() -> None:
