@@ -13,11 +13,11 @@ class DataReport:
     """Counts of the rows that were read and skipped, with examples of skipped rows.
 
     A row is a text file, a line of `.jsonl`, a conversation of an export, or a message of a mail file. A file
-    that gives no row is one skipped row. Each path below a folder is in `files` or in `ignored_files`.
+    that gives no row is one skipped row. Each path below a folder is in `files` or in `ignored`.
 
     Attributes:
         files: files and folders that were opened, or that could not be opened.
-        ignored_files: files that are no text, by kind: the ending of the name, `link` or `hidden`.
+        ignored: files that are no text, by kind: the ending of the name, `link` or `hidden`.
         rows: rows that were read or skipped.
         read: rows that were read, with duplicates.
         bad_rows: rows that were skipped, by reason.
@@ -30,7 +30,7 @@ class DataReport:
     """
 
     files: int = 0
-    ignored_files: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
     rows: int = 0
     read: int = 0
     bad_rows: Counter[str] = field(default_factory=Counter)
@@ -68,9 +68,9 @@ class DataReport:
         line += f": {_listed(self.bad_rows)}" if self.bad_rows else ""
         if repeated := self.duplicates + self.repeated_paragraphs:
             line += f" (duplicates left out: {repeated})"
-        if self.ignored_files:
-            ignored = sum(self.ignored_files.values())
-            line += f"; {_files(ignored)} ignored: {_listed(self.ignored_files)}"
+        if self.ignored:
+            ignored = sum(self.ignored.values())
+            line += f"; {_files(ignored)} ignored: {_listed(self.ignored)}"
         if self.charsets:
             line += f"; decoded from {_listed(self.charsets)}"
         return f"{line}; left out of the text: {_listed(self.left_out)}" if self.left_out else line

@@ -70,22 +70,22 @@ def _below(root: Path, report: DataReport) -> Iterator[tuple[Path, str]]:
         # Sort the names, because the order of the file system differs between machines.
         folders.sort()
         below = [folder / one for one in folders]
-        report.ignored_files["link"] += sum(one.is_symlink() for one in below)
+        report.ignored["link"] += sum(one.is_symlink() for one in below)
         hidden.update(one for one in below if folder in hidden or _is_hidden(one))
         for path in (folder / one for one in sorted(names)):
             try:
                 yield from _one(path, report, is_hidden=folder in hidden)
             except OSError as exc:
                 _skip(path, f"cannot be read: {exc.strerror}", report)
-    report.ignored_files = +report.ignored_files
+    report.ignored = +report.ignored
 
 
 def _one(path: Path, report: DataReport, *, is_hidden: bool) -> Iterator[tuple[Path, str]]:
     mode = path.lstat().st_mode
     if stat.S_ISLNK(mode):
-        report.ignored_files["link"] += 1
+        report.ignored["link"] += 1
     elif is_hidden or path.name.startswith((".", "~$")):  # `~$` is the lock of an open file of Word
-        report.ignored_files["hidden"] += 1
+        report.ignored["hidden"] += 1
     elif not stat.S_ISREG(mode):
         _skip(path, "not a regular file", report)
     elif (kind := text_kind(path)) is not None:
@@ -93,7 +93,7 @@ def _one(path: Path, report: DataReport, *, is_hidden: bool) -> Iterator[tuple[P
     else:
         ending = path.suffix.lower()
         known = ending[1:].isalnum() and len(ending) <= _MOST_LETTERS
-        report.ignored_files[ending if known else "no known ending"] += 1
+        report.ignored[ending if known else "no known ending"] += 1
 
 
 def _is_hidden(folder: Path) -> bool:

@@ -33,7 +33,7 @@ def test_reads_the_three_kinds_of_rows(tmp_path: Path) -> None:
     assert as_json(report) == {
         "examples": report.examples,
         "files": 1,
-        "ignored_files": {},
+        "ignored": {},
         "charsets": {},
         "left_out": {},
         "rows": 3,
@@ -124,7 +124,7 @@ def test_reads_folders_in_order_without_hidden_files_links_and_other_kinds(tmp_p
     (folder / "link.txt").symlink_to(tmp_path / "outside.txt")
     documents, report = read_documents([folder, folder / "a.txt"])
     assert [characters(document.content) for document in documents] == ["first", "second", "third"]
-    assert (report.files, report.ignored_files) == (3, {"link": 1, "hidden": 1, ".jpg": 1})
+    assert (report.files, report.ignored) == (3, {"link": 1, "hidden": 1, ".jpg": 1})
 
 
 def test_a_source_that_cannot_be_used_is_counted_and_the_others_are_read(

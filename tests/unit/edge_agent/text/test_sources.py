@@ -102,11 +102,11 @@ def test_a_folder_of_odd_files_is_accounted_for_to_the_last_file(
 
     documents, report = survey([root])
 
-    assert (report.read, report.bad_rows, report.ignored_files) == (read, skipped, ignored)
+    assert (report.read, report.bad_rows, report.ignored) == (read, skipped, ignored)
     paths = [Path(folder) / name for folder, _, names in os.walk(root) for name in names]
     assert len(paths) > 60
     # A link to a folder is ignored, too, and `os.walk` lists it as a folder.
-    assert report.files + report.ignored_files.total() == len(paths) + 1
+    assert report.files + report.ignored.total() == len(paths) + 1
     assert report.rows == report.read + report.bad_rows.total()
     texts = [characters(document.content) for document in documents]
     assert sum("The plums ripened early." in one for one in texts) == len(texts) == read
