@@ -132,6 +132,10 @@ def _table(data: bytes) -> Extracted:
 def _html(data: bytes) -> Extracted:
     declared = _DECLARED.search(data[:_DECLARED_WITHIN])
     text, charset = decode(data, declared[1].decode("ascii") if declared else None)
+    if 'class="message default' in text:
+        chat = _TelegramPage()
+        chat.feed(text)
+        return Extracted("\n".join(line.strip() for line in "".join(chat.pieces).split("\n")), charset)
     return Extracted(html_text(text), charset)
 
 
@@ -198,6 +202,44 @@ class _Page(HTMLParser):
         """Return the paragraphs. Runs of white space become single spaces."""
         found = zip((_SPACE.sub(" ", block).strip() for block in self._blocks), self._quoted, strict=True)
         return "\n\n".join(f"> {block}" if quoted else block for block, quoted in found if block)
+
+
+class _TelegramPage(HTMLParser):
+    """A parser that collects the messages of a chat that Telegram exported as a page, with their senders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[str] = []
+        self._open: list[frozenset[str]] = []  # the classes of the elements around
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Begin a line with each message, and a paragraph with each notice, such as a new day."""
+        if tag == "br" and self._is_in("text"):
+            self.pieces.append("\n")
+        if tag != "div":
+            return
+        classes = frozenset((dict(attrs).get("class") or "").split())
+        self._open.append(classes)
+        if "message" in classes:
+            self.pieces.append("\n\n" if "service" in classes else "\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        """End an element."""
+        if tag == "div" and self._open and "from_name" in self._open.pop() and not self._is_in("forwarded"):
+            self.pieces.append(": ")
+
+    def handle_data(self, data: str) -> None:
+        """Collect senders and messages. What was forwarded is by somebody else."""
+        if self._is_in("forwarded"):
+            return
+        if self._is_in("from_name"):
+            self.pieces.append(data.strip())
+        elif self._is_in("text"):
+            begins = not self.pieces or self.pieces[-1].endswith((" ", "\n"))
+            self.pieces.append(_SPACE.sub(" ", data.lstrip() if begins else data))
+
+    def _is_in(self, name: str) -> bool:
+        return any(name in classes for classes in self._open)
 
 
 def _paragraphs(document: object) -> Iterator[str]:

@@ -144,6 +144,26 @@ def test_soft_line_breaks_are_joined() -> None:
     ]
 
 
+def test_a_chat_that_telegram_exported_as_a_page_is_its_messages() -> None:
+    def message(who: str, said: str, around: str = "body") -> str:
+        name = f'<div class="from_name">\n{who}\n</div>' if who else ""
+        return (
+            '<div class="message default clearfix" id="message5"><div class="pull_left userpic_wrap">'
+            '<div class="initials">A</div></div>'
+            '<div class="body"><div class="pull_right date details">10:02</div>'
+            f'<div class="{around}">{name}<div class="media_wrap"><div class="title">Photo</div></div>'
+            f'<div class="text">\n{said}\n</div></div></div></div>'
+        )
+
+    day = '<div class="message service"><div class="body details">12 March 2024</div></div>'
+    page = (
+        f"<html><title>Chat</title>{day}{message('Ann', 'Did it <b>rain</b>?<br>Here not.')}"
+        f"{message('', 'Or?')}{message('News', 'By others', 'forwarded body')}{day}{message('Bo', 'Yes')}"
+    )
+    lines = _texts(".html", page)[0].split("\n")
+    assert list(filter(None, lines)) == ["Ann: Did it rain?", "Here not.", "Or?", "Bo: Yes"]
+
+
 def test_a_page_is_decoded_by_the_charset_that_it_names() -> None:
     for head in ('<meta charset="windows-1252">', '<?xml version="1.0" encoding="latin1"?>'):
         assert _texts(".html", f"{head}<p>Café – là</p>".encode("cp1252")) == ["Café – là"]
