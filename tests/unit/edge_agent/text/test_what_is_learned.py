@@ -63,7 +63,7 @@ def _whatsapp(path: Path, count: int) -> str:
     return "\n\n".join("\n".join(f"{'Marta' if n % 2 else 'Jo'}: {_said(n)}" for n in day) for day in days)
 
 
-def _chatgpt(path: Path, count: int) -> list[tuple[tuple[str, str], ...]]:
+def _chatgpt(path: Path, count: int) -> list[tuple[tuple[str, str], tuple[str, str]]]:
     exported, expected = [], []
     for number in range(count):
         asked, answer = f"What about bed {number}?", _said(number)
