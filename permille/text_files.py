@@ -47,5 +47,5 @@ def text_kind(path: Path, *, is_named: bool = False) -> str | None:
 
 
 def is_mail_folder(path: Path) -> bool:
-    """Return whether a folder is a maildir. Mail programs begin the names of some with a dot."""
+    """Return whether a folder is a maildir. The name of a maildir may begin with a dot."""
     return all((path / name).is_dir() for name in _MAILDIR)

@@ -1,7 +1,7 @@
 """The keys of a `config.json` that are kept, and the form of their values.
 
-A `config.json` is untrusted. It can name code to import, kernels to download and files to open, and a few
-megabytes of it would be copied into each row of the database. So only the keys of this list reach
+A `config.json` is untrusted. It can name code to import, kernels to download and files to open. If it
+has megabytes, they would be copied into each row of the database. So only the keys of this list reach
 transformers, a package or the database, and their values are plain and small.
 """
 

@@ -43,7 +43,7 @@ Answer = Mapping[str, object]
 
 
 FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What a template can raise, beside the errors of jinja2."""
+"""Errors that a template can raise, besides those of jinja2."""
 
 
 class _RefusedError(Exception):

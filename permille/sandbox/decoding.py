@@ -109,7 +109,7 @@ def _strict(data: bytes, charset: str) -> str | None:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether a text that UTF-16 or UTF-32 gave has hardly a character that nobody writes."""
+    """Return whether at most one character in 50 is a control, private or unassigned character."""
     odd = sum(unicodedata.category(character) in ("Cc", "Cn", "Co", "Cs") for character in text)
     odd -= sum(map(text.count, "\t\n\r\f"))
     return odd * 50 <= len(text)

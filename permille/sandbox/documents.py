@@ -80,7 +80,7 @@ def decode_extracted(data: bytes) -> Extracted:
 
 
 def _extracted(read: Callable[[bytes], Extracted], data: bytes) -> Extracted:
-    """Read one message. A message that cannot be read costs its mailbox no other."""
+    """Read one message. An unreadable message does not affect the others of its mailbox."""
     try:
         return read(data)
     except UnreadableError as exc:
@@ -285,7 +285,7 @@ def _separates(data: bytes, line: re.Match[bytes]) -> bool:
 
 
 def _end_by_length(data: bytes, begin: int) -> int:
-    """Return the end of a message by its header `Content-Length`, or 0 if it has none that is right."""
+    """Return the end of a message by its header `Content-Length`, or 0 if this is missing or wrong."""
     head = re.compile(rb"\r?\n\r?\n").search(data, begin)
     length = _LENGTH.search(data, begin, head.start() + 1) if head else None
     if head is None or length is None or len(length[1]) > 12:
@@ -317,7 +317,7 @@ def _mail(data: bytes) -> Extracted:
 
 
 def _bodies(part: Message) -> Iterator[Extracted]:
-    """Yield the texts that a mail shows: of alternatives the plain one, and of other parts all."""
+    """Yield the texts that a mail shows: the plain one of several alternatives, and all other parts."""
     kind = part.get_content_type()
     # A forwarded mail is by somebody else.
     if part.get_content_disposition() == "attachment" or kind.startswith("message/"):

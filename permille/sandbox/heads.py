@@ -72,7 +72,7 @@ def _facts_of_folder(folder: Path) -> Mapping[str, Any]:
 
     def read(name: str) -> bytes | None:
         path = folder / name
-        # A larger file is none of those that say how to chat.
+        # The files with a chat template are smaller.
         known = path.is_file() and path.stat().st_size <= MAX_SETTINGS_BYTES
         return inside(folder, name).read_bytes() if known else None
 

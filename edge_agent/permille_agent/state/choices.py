@@ -82,7 +82,7 @@ def remove_references(home: Home, paths: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def repair_references(home: Home) -> tuple[Path, ...]:
-    """Write a damaged list of references again, with the paths that can still be read of it.
+    """Write a damaged list of references again, with the paths that can still be read.
 
     For example, a flipped bit in one path leaves the others. A list that is not damaged stays as it is.
 

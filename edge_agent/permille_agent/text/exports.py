@@ -2,7 +2,7 @@
 
 Only the branch that the user saw last is read, from `current_node` up to the root. If the export names no
 such node, the newest message without an answer ends the branch. Regenerated answers, tool calls, hidden
-messages and media are skipped; of spoken turns, the words are read. Each conversation is a group of its own.
+messages and media are skipped. Spoken turns give their words. Each conversation is a group of its own.
 
 The file is cut into conversations before parsing. So only one parsed conversation is in memory at a time.
 """
@@ -101,7 +101,7 @@ def _newest_leaf(mapping: dict[str, Any]) -> str | None:
     parents = [_object(node).get("parent") for node in mapping.values()]
     answered = {name for name in parents if isinstance(name, str)}
     leaves = [name for name in mapping if name not in answered]
-    # Of equal times, as of none, the last one counts.
+    # If times are equal or missing, the last leaf counts.
     return max(reversed(leaves), key=lambda name: _written_at(mapping[name]), default=None)
 
 

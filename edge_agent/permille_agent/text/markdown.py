@@ -1,7 +1,7 @@
-"""What a person wrote in a note of Markdown, without front matter and the targets of links.
+"""Text of a Markdown note, without front matter and the targets of links.
 
-Obsidian and others keep notes of Markdown in a folder. Emphasis and headings stay, because people type them.
-Not handled: HTML within Markdown, and references whose targets stand elsewhere.
+Obsidian and other programs keep Markdown notes in a folder. Emphasis and headings stay, because people type
+them. HTML within Markdown, and references whose targets stand elsewhere, are not handled.
 """
 
 import re

@@ -187,7 +187,7 @@ class _Reader:
         return chat.text()
 
     def _decoded(self, data: bytes) -> str:
-        """Decode text. The child process decodes what is not UTF-8, as that takes libraries and long."""
+        """Decode text. The child process decodes text that is not UTF-8, which takes libraries and time."""
         try:
             # UTF-16 of plain letters is valid UTF-8 with zeros, and Japanese mail is ASCII with escapes.
             if b"\0" not in data and b"\x1b$" not in data:

@@ -50,7 +50,7 @@ class DataReport:
             self.examples.append(f"{shown(place)}: {reason}")
 
     def refuse(self, place: str, reason: str) -> None:
-        """Count a row that was read as skipped."""
+        """Count a row as skipped that was counted as read before."""
         self.rows -= 1
         self.read -= 1
         self.bad(place, reason)

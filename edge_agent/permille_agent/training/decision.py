@@ -1,8 +1,8 @@
 """Decision whether the state that a run has trained is adopted.
 
-1. The state is multiplied by the largest factor of 8/8, 7/8, ..., 1/8 that keeps the loss on general text
-   within its bound and the base's answers to general questions (`evaluation.py`). The number of eighths is
-   the strength of the state.
+1. The state is multiplied by the largest factor of 8/8, 7/8, ..., 1/8 for which two conditions hold: The
+   loss on general text is within its bound, and the base's answers to general questions are kept
+   (`evaluation.py`). The number of eighths is the strength of the state.
 2. The state at that strength is compared with the base on the test split (`evidence.py`).
 3. If a personal or pooled model is active, the state is also compared with that model.
 

@@ -296,7 +296,7 @@ def fail(
     """End the attempt with an error, and return the job's new state.
 
     An error that is not retryable ends the job as `failed`. A retryable error queues the job again
-    after a pause, ends it as `dead` after the last attempt, or ends it as `cancelled` if a cancel was
+    after a pause. It ends the job as `dead` after the last attempt, and as `cancelled` if a cancel was
     requested.
 
     Args:

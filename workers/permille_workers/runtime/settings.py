@@ -15,7 +15,7 @@ A worker that has got no message for this time looks for jobs in the database.
 
 
 class QueueSettings(SettingsGroup):
-    """How workers take jobs"""
+    """Jobs of a worker"""
 
     concurrency: int = Field(default=1, ge=1, le=64, description="number of jobs that run at the same time")
     lease_s: float = Field(
