@@ -15,6 +15,7 @@ _FRONT_MATTER: Final = re.compile(
     r"(?:[A-Za-z_][\w-]*(?: [\w-]+)?:(?:[ \t][^\n]*)?\n(?:(?:[ \t]+|-[ \t]|\])[^\n]*\n)*)+"
     r"(?:---|\.\.\.)[ \t]*(?:\n|\Z)"
 )
+_SMALL_KEY: Final = re.compile(r"^[a-z_][\w-]*(?: [\w-]+)?:", re.MULTILINE)
 _MARKUP: Final = re.compile(
     r"(?P<code>^(?P<fence>`{3,}|~{3,})[^\n]*\n.*?(?:^(?P=fence)|\Z)|`[^`\n]+`)"
     r"|!\[\[[^\[\]\n]{0,500}\]\]"  # an embedded note or picture
@@ -33,7 +34,8 @@ def split_front_matter(text: str) -> tuple[str, str]:
         ('---\ntags: garden\n---\n', 'Sow early.')
     """
     found = _FRONT_MATTER.match(text, 0, _MAX_FRONT_MATTER)
-    end = found.end() if found else 0
+    # Between two rules, a person may write "Evening: rain". Programs write at least one key in small letters.
+    end = found.end() if found and _SMALL_KEY.search(found[0]) else 0
     return text[:end], text[end:]
 
 

@@ -27,6 +27,7 @@ def test_a_block_of_keys_at_the_beginning_is_front_matter(front: str) -> None:
         "---\n\nToday I planted peas.\n\n---\n\nEvening: rain.\n",
         "---\nToday I planted peas: two rows.\n---\nMore.\n",
         "---\nPeas\n---\n",
+        "---\nMorning: sun\nEvening: rain fell\n---\nMore.\n",
         "---\nDay: one\n\nPlanted peas.\n---\n",
         "---\nday: one\nPlanted peas.\n---\n",
         "---\n- a list\n---\n",
