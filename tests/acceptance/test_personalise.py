@@ -182,7 +182,12 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         ("--folder", str(NOTES), *text): "is a file. Name a GGUF file with --gguf",
         ("--gguf", str(tmp_path / "cut.gguf"), *text): "cut.gguf is truncated",
         (*model, *text, "--work", str(NOTES)): "is a file. Name a folder",
-        (*model, *text, "--work", str(NOTES / "w")): "cannot be used: Not a directory. Name another --work",
+        (
+            *model,
+            *text,
+            "--work",
+            str(tmp_path / "cut.gguf/w"),
+        ): "cannot be used: Not a directory. Name another --work",
         (*model, *text, "--work", "w" * 300): "cannot be used: File name too long. Name another --work",
         (
             *model,
