@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 import permille
 from permille.choices import EstimatorKind
+from permille.corpora.sequences import token_sequences
 from permille.engines.factory import open_engine
 from permille.models.loading import FileTokenizer
 from permille.zo.estimators import Batch, directions_of
@@ -49,8 +50,8 @@ def one_page(source: str | Path, folder: Path) -> tuple[str, str]:
     # On a device: zeroth-order steps on the user's text (figure 4, step 6).
     engine, w_K = open_engine(package), package.values()  # w_sparse before the first step
     notes = (EXAMPLES / "gardener" / "notes.txt").read_text(encoding="utf-8")
-    tokens = np.array(FileTokenizer(model.folder).encode(notes), np.int64)
-    rows_NT = tokens[: len(tokens) // TOKENS * TOKENS].reshape(-1, TOKENS)
+    tokenizer = FileTokenizer(model.folder)
+    rows_NT = token_sequences(tokenizer, [notes], len(tokenizer.encode(notes)) // TOKENS, TOKENS, seed=0)
     unseen, seen_NT = batch_of(rows_NT[:UNSEEN]), rows_NT[UNSEEN:]
     epsilon, eta = 0.5 / package.k**0.5, (Q / package.k) ** 0.5
     unit = step_unit_exponent_for(eta, 1.0, Q)  # the state is w_sparse = w + 2^unit s, with integers s

@@ -16,8 +16,10 @@ trained with BOS predicts a text without it badly. So every row of tokens begins
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from permille.errors import InputError, PackageError
 from permille.tokenizer_files import TokenizerFiles
 
+MOST_TOKENS = 4
 CONTEXT_SHARE = 4
 """A row that begins inside a document has one token of context for this number of its tokens."""
 
@@ -28,8 +30,16 @@ def beginning(files: TokenizerFiles, loaded: Mapping[str, Any]) -> tuple[int, ..
     Args:
         files: the files beside the tokenizer.
         loaded: the answer of `Sandbox.start` for this tokenizer. The first of its tokens is `bos`.
+
+    Raises:
+        PackageError: `tokenizer`: there are too many of them.
     """
     begins, bos = tuple(loaded["begins"]), loaded["ids"][0]
+    # The answer comes from a process that runs foreign data.
+    if len(begins) > MOST_TOKENS or not all(type(token) is int and token >= 0 for token in begins):
+        raise PackageError(
+            "tokenizer", f"The tokenizer puts {len(begins)} tokens before a text, more than {MOST_TOKENS}."
+        )
     # Some tokenizers leave BOS to the program, and ask for it in `tokenizer_config.json`.
     return (bos,) if not begins and files.add_bos and files.special.get("bos") and bos is not None else begins
 
@@ -55,11 +65,16 @@ def row_spans(tokens: int, row_tokens: int, bos: Sequence[int]) -> Iterator[tupl
         row_tokens: the length of the longest row.
         bos: the beginning of a text.
 
+    Raises:
+        InputError: a row has no room for a token after `bos`.
+
     Example:
         >>> list(row_spans(10, 4, ())), list(row_spans(10, 5, (2,)))
         ([(0, 0, 4), (4, 4, 8), (8, 8, 10)], [(0, 0, 4), (3, 4, 7), (6, 7, 10)])
     """
     room = row_tokens - len(bos)
+    if room < 1:
+        raise InputError(f"A row of {row_tokens} tokens has no room after the beginning of a text, {bos}.")
     context = room // CONTEXT_SHARE if bos else 0
     first = 0
     while first < tokens:

@@ -109,6 +109,10 @@ def row_order(rows: int, taken: int, seed: int, step: int) -> NDArray[np.int64]:
 def _windows(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> Iterator[NDArray[np.int64]]:
     bos_S = np.array(tokenizer.bos, np.int64)
     room = length - bos_S.size
+    if room < 1:
+        raise InputError(
+            f"A sequence of {length} tokens has no room after the {bos_S.size} that begin a text."
+        )
     rest = np.empty(0, np.int64)
     for text in texts:
         ids_T = np.asarray(tokenizer.encode(text), np.int64)[bos_S.size :]

@@ -21,7 +21,7 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from datetime import datetime
-from itertools import accumulate, takewhile
+from itertools import accumulate, islice, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # The limit of memory. A vocabulary of 256,000 tokens takes 240 MB of it.
 MEMORY_BYTES = 1 << 30
 MAX_STREAMS = 64
+MOST_PROBES = 100
 # The limit of processor time for one request. It ends this process even if the parent has died.
 ORPHAN_CPU_S = 600
 
@@ -112,10 +113,20 @@ class Child:
             self._loaded.add_special_tokens([added[number]])
         self._special = [token.content for token in added.values() if token.special and token.content]
         self._user_defined = {n: token.content for n, token in added.items() if not token.special}
-        probe = self._loaded.encode("a", add_special_tokens=True)
-        marked = zip(probe.ids, probe.special_tokens_mask, strict=True)
-        begins = [number for number, _ in takewhile(itemgetter(1), marked)]
-        return {"ids": ids, "begins": begins}
+        return {"ids": ids, "begins": self._begins()}
+
+    def _begins(self) -> list[int]:
+        """Return the tokens before a text. Only a text of some token tells them from those after it."""
+        for text in ("a", " ", *islice(self._tokenizer.get_vocab(), MOST_PROBES)):
+            try:
+                bare = self._tokenizer.encode(text, add_special_tokens=False)
+                probe = self._tokenizer.encode(text, add_special_tokens=True)
+            except Exception:  # noqa: BLE001, S112 - the library raises bare Exception for an unknown word
+                continue
+            if bare.ids:
+                marked = zip(probe.ids, probe.special_tokens_mask, strict=True)
+                return [number for number, _ in takewhile(itemgetter(1), marked)]
+        return []
 
     def encode(self, text: str, literal: bool, ends: bool, limit: int, mark: str = "") -> Answer:
         """Return the ids of a text, and the start and end of each token in it.

@@ -26,6 +26,7 @@ AnyModel: TypeAlias = "PreTrainedModel | StreamedModel"
 CHECKED_SEQUENCES = 4
 """Four sequences of 256 tokens take about an eighth of the time of a mask of 32."""
 WORSE_NATS = 0.2
+LEAST_TOKENS = 2_000
 HIGH_SHARE = 0.9
 """A model that reads text at all is well below the unigram entropy, which a short text lowers."""
 
@@ -38,12 +39,13 @@ class BaseLosses(TypedDict):
         without_first: of the rows without their first token.
         after_bos: of the rows after BOS. None if the rows begin with it, or the model has none.
         unigram_entropy: the loss of a model that knows the frequencies of this text's tokens and no more.
+            None if the text is too short to tell.
     """
 
     loss: float
     without_first: float
     after_bos: float | None
-    unigram_entropy: float
+    unigram_entropy: float | None
 
 
 def check_base(model: AnyModel, sequences_NT: NDArray[np.int64], *, bos: int | None) -> BaseLosses:
@@ -62,13 +64,11 @@ def check_base(model: AnyModel, sequences_NT: NDArray[np.int64], *, bos: int | N
     if bos is not None and (rows_NT[:, 0] != bos).any():
         # The last token makes room, so that no row is longer than the model can read.
         after_bos = _loss(model, np.insert(rows_NT[:, :-1], 0, bos, axis=1))
-    _, count_U = np.unique(sequences_NT, return_counts=True)
-    share_U = count_U / count_U.sum()
     return BaseLosses(
         loss=_loss(model, rows_NT),
         without_first=_loss(model, rows_NT[:, 1:]),
         after_bos=after_bos,
-        unigram_entropy=float(-(share_U * np.log(share_U)).sum()),
+        unigram_entropy=_entropy(sequences_NT) if sequences_NT.size >= LEAST_TOKENS else None,
     )
 
 
@@ -87,11 +87,18 @@ def remarks(losses: BaseLosses) -> Iterator[str]:
                 f"The base reads the rows better {way}: {other:.2f} instead of {loss:.2f} nats per token. "
                 "Check whether its tokenizer's files say how a text begins."
             )
-    if loss > HIGH_SHARE * losses["unigram_entropy"]:
+    entropy = losses["unigram_entropy"]
+    if entropy is not None and loss > HIGH_SHARE * entropy:
         yield (
             f"The base's loss is unusually high: {loss:.2f} nats per token, and the frequencies of tokens "
-            f"alone give {losses['unigram_entropy']:.2f}. Check the tokenizer and the language of the text."
+            f"alone give {entropy:.2f}. Check the tokenizer and the language of the text."
         )
+
+
+def _entropy(tokens_NT: NDArray[np.int64]) -> float:
+    _, count_U = np.unique(tokens_NT, return_counts=True)
+    share_U = count_U / count_U.sum()
+    return float(-(share_U * np.log(share_U)).sum())
 
 
 def _loss(model: AnyModel, rows_NT: NDArray[np.int64]) -> float:

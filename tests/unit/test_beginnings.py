@@ -1,10 +1,13 @@
 """Tests of the beginning of a text, and of rows that begin as a text in use does."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from permille.beginnings import beginning, begun, row_spans
+from permille.errors import InputError, PackageError
 from permille.tokenizer_files import TokenizerFiles
 
 
@@ -30,6 +33,17 @@ def test_a_text_begins_with_what_the_tokenizer_or_its_configuration_adds(
     bos: str | None, add_bos: bool, begins: list[int], ids: list[int | None], found: tuple[int, ...]
 ) -> None:
     assert beginning(_files(bos, add_bos=add_bos), {"ids": ids, "begins": begins}) == found
+
+
+@pytest.mark.parametrize("begins", [[1] * 5, [-1], [True], ["<s>"]])
+def test_a_tokenizer_that_begins_a_text_with_anything_else_is_refused(begins: list[Any]) -> None:
+    with pytest.raises(PackageError, match="before a text"):
+        beginning(_files("<s>", add_bos=False), {"ids": [1], "begins": begins})
+
+
+def test_a_row_without_room_after_bos_is_refused() -> None:
+    with pytest.raises(InputError, match="no room"):
+        list(row_spans(10, 2, (1, 1)))
 
 
 def test_bos_is_never_doubled() -> None:

@@ -235,6 +235,9 @@ def tokenize(
                 raise
             report.refuse("conversation", "refused by the chat template" if code else str(exc))
             continue
+        if document.continues:
+            # In use, the first token of a block follows the block before it, not BOS.
+            tokens.target_T[:1] = False
         if tokens.targets:
             known.append(document)
             tokenized.append(tokens)

@@ -204,6 +204,9 @@ def rows_digest(parts: Sequence[Sequence[Row]]) -> str:
             digest.update(row.ids_T.astype("<i8").tobytes())
             digest.update(row.target_T.astype("u1").tobytes())
             digest.update(row.document_T.astype("<i8").tobytes())
+            # Without BOS, the digest is that of earlier versions.
+            if row.begun:
+                digest.update(np.array([len(row.breaks), *row.breaks], "<i8").tobytes())
     return f"sha256:{digest.hexdigest()}"
 
 

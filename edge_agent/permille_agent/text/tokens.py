@@ -202,7 +202,9 @@ class TextTokenizer:
     def _completion(self, prompt: str, completion: str, row_tokens: int) -> TokenizedDocument:
         text = prompt + completion
         whole = self._document(self._encode(text, rendered=False), text, ((len(prompt), len(text)),))
-        if self._eos_id is not None:
+        if self._eos_id is not None and whole.ids_T[-1:].tolist() == [self._eos_id]:
+            whole.target_T[-1] = True  # the tokenizer ends a text itself
+        elif self._eos_id is not None:
             whole = replace(
                 whole,
                 ids_T=np.append(whole.ids_T, np.int64(self._eos_id)),

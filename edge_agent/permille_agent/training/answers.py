@@ -43,11 +43,14 @@ class BaseAnswers:
 def base_answers(engine: Engine, base_K: NDArray[np.float32], tokenizer: TextTokenizer) -> BaseAnswers:
     """Ask the base all questions, and return the right answers.
 
-    There are none if the engine writes no text, or if the model's chat template fails.
+    A question has none if the engine writes no text, or if the model's chat template refuses it.
+
+    Raises:
+        PackageError: the tokenizer breaks a limit. The run can be resumed.
     """
     texts = {}
-    with suppress(InputError, PackageError):
-        for question in _questions(tokenizer):
+    for question in _questions(tokenizer):
+        with suppress(InputError):
             answer = _answer(engine, base_K, tokenizer, question.prompt)
             if question.is_known(answer):
                 texts[question.prompt] = answer
@@ -84,12 +87,18 @@ def _answer(engine: Engine, values_K: NDArray[np.float32], tokenizer: TextTokeni
     """Return a model's answer.
 
     Raises:
-        InputError: the engine writes no text, the prompt is too long, or the logits are not finite.
-        PackageError: the chat template fails.
+        InputError: the engine writes no text, the prompt is too long, the logits are not finite, or the chat
+            template fails.
+        PackageError: the tokenizer breaks a limit.
     """
     if tokenizer.can_chat:
         # A template may print the day. A fixed day gives the same answers in a run that is resumed later.
-        ids_T = tokenizer.chat_prompt([("user", prompt)], today=TRAINING_DAY)
+        try:
+            ids_T = tokenizer.chat_prompt([("user", prompt)], today=TRAINING_DAY)
+        except PackageError as exc:
+            if exc.code != "chat-template":
+                raise
+            raise InputError(str(exc)) from exc
     else:
         ids_T = tokenizer.prompt(prompt)
     sampling = TokenSampling(max_new_tokens=ANSWER_TOKENS, stop_ids=tokenizer.stop_ids)

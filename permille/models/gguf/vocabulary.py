@@ -10,6 +10,7 @@
 Normalization (NFC) is dropped. llama.cpp has no such step, and most text is NFC already.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,7 +160,15 @@ def _read(read: ReadFile, rows: int) -> Vocabulary:
         types[special["unk"]] = TokenType.UNKNOWN
     known = [ids[end] for end in ends_of_turn(files.template) if end in ids]
     special |= _end_of_turn(read_object(read("generation_config.json")), special.get("eos"), known, rows)
-    first, last = _around(document)
+    before, last = _around(document)
+    if len(before) > 1:
+        raise InputError(
+            f"The tokenizer puts the tokens {before!r:.80} before a text, and llama.cpp puts at most one. "
+            "Export the package for transformers."
+        )
+    # llama.cpp puts `bos` before a text, whatever the configuration calls BOS.
+    if before and before[0] in ids:
+        special["bos"] = ids[before[0]]
     return Vocabulary(
         tokens=tokens,
         types=types,
@@ -168,7 +177,7 @@ def _read(read: ReadFile, rows: int) -> Vocabulary:
         scores=_scores(pairs, ids, rows) if cut is None else [],
         space_first=cut is None and _space_first(document),
         special=special,
-        add_bos="bos" in special and (first or files.add_bos),
+        add_bos="bos" in special and (bool(before) or files.add_bos),
         add_eos="eos" in special and last,
         chat_template=files.template,
     )
@@ -271,12 +280,16 @@ def _not_by_scores(token: str) -> InputError:
     )
 
 
-def _around(document: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a special token is added before every text, and whether one is added after it."""
+def _around(document: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """Return the special tokens that are added before every text, and whether one is added after it."""
     for step in _steps(document.get("post_processor"), "processors"):
         if step["type"] == "TemplateProcessing" and step["single"]:
-            return "SpecialToken" in step["single"][0], "SpecialToken" in step["single"][-1]
-    return False, False
+            named = itertools.takewhile(lambda piece: "SpecialToken" in piece, step["single"])
+            before = [piece["SpecialToken"]["id"] for piece in named]
+            return before, "SpecialToken" in step["single"][-1]
+        if step["type"] in ("RobertaProcessing", "BertProcessing"):
+            return [step["cls"][0]], True
+    return [], False
 
 
 def _end_of_turn(

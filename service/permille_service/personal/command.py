@@ -432,7 +432,8 @@ def _key(model: Path, corpus: Path | None, density: float, scheme: BaseScheme) -
     """Return a digest of the inputs of a package. Each work folder belongs to one such digest."""
     # Use the names and contents of files, but not their folders or times. So if a model is moved, the command
     # still finds its package.
-    digest = hashlib.sha256(f"{density!r} {scheme}\n".encode())
+    # A package from before rows began as in use (ADR 37) is another one.
+    digest = hashlib.sha256(f"rows 2 {density!r} {scheme}\n".encode())
     for root in (model, corpus):
         files = sorted(root.rglob("*")) if root is not None and root.is_dir() else [root]
         for path in files:
@@ -551,10 +552,11 @@ def _build(request: Request, programs: Programs, say: Callable[[str], None], *, 
         programs.permille("jobs", "retry", job["id"])
     programs.follow(job["id"], quiet=quiet)
     build = programs.permille("builds", "show", job["id"])
-    base = programs.permille("masks", "report", build["mask_id"])["base"]
-    say(f"   loss of the model on the public text: {base['loss']:.3f} nats per token")
-    for remark in base["remarks"]:
-        say(f"   Look at this: {remark}")
+    # An earlier version of permille may have made the mask, and its report has no such part.
+    if base := programs.permille("masks", "report", build["mask_id"]).get("base"):
+        say(f"   loss of the model on the public text: {base['loss']:.3f} nats per token")
+        for remark in base["remarks"]:
+            say(f"   Look at this: {remark}")
     programs.permille("releases", "publish", NAME, "--package", build["package_digest"], "--alias", "stable")
 
 

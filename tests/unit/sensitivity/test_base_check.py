@@ -32,7 +32,7 @@ class _Counter(torch.nn.Module):
 
 
 def _rows(*, begun: bool) -> np.ndarray:
-    rows = np.array([[(start + place) % BOS for place in range(12)] for start in range(6)])
+    rows = np.array([[(start + place) % BOS for place in range(12)] for start in range(200)])
     return np.insert(rows, 0, BOS, axis=1) if begun else rows
 
 

@@ -175,6 +175,11 @@ def test_short_documents_with_bos_share_the_work_of_a_row_but_not_its_attention(
     assert batch_of(rows).input_ids_BT.shape == (3, 8)
 
 
+def test_the_digest_tells_how_documents_with_bos_share_a_row() -> None:
+    rows = packed_rows(_begun_documents([7, 2, 4]), 8)
+    assert rows_digest([rows]) != rows_digest([[replace(row, breaks=()) for row in rows]])
+
+
 def test_a_document_that_lost_its_beginning_has_no_target_without_a_predecessor() -> None:
     [document] = _begun_documents([9])
     kept = document.between(4, None)

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.engines.sampling import TokenSampling
-from permille.errors import InputError
+from permille.errors import InputError, PackageError
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 from permille.training.answers import BEGINNINGS, QUESTIONS
@@ -144,6 +144,17 @@ def test_a_model_that_cannot_write_has_lost_its_answer(package: Package) -> None
     assert base == BaseAnswers(texts={FRANCE: RIGHT})
     (answer,), fault = compare_answers(engine, package.values() + 1, tokenizer, base)
     assert (answer.personal, fault) == ("", f'lose the answer to "{FRANCE}"')
+
+
+def test_a_fault_of_the_tokenizer_ends_the_run_and_turns_no_check_off(begin: Begin, package: Package) -> None:
+    def fail(_: float) -> str:
+        raise PackageError("tokenizer", "The tokenizer was slow.")
+
+    run, _ = speak(begin, package, fail)
+    with pytest.raises(PackageError, match="slow"):
+        keep_general(run, state(run), EXPONENT)
+    again, _ = speak(begin, package, up_to_half(LOST))
+    assert keep_general(again, state(again), EXPONENT).strength == 4
 
 
 def test_a_chat_model_is_asked_through_its_template_on_a_fixed_day(tmp_path: Path) -> None:
