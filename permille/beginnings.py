@@ -16,7 +16,7 @@ trained with BOS predicts a text without it badly. So every row of tokens begins
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from permille.errors import InputError, PackageError
+from permille.errors import InputError
 from permille.tokenizer_files import TokenizerFiles
 
 MOST_TOKENS = 4
@@ -32,14 +32,12 @@ def beginning(files: TokenizerFiles, loaded: Mapping[str, Any]) -> tuple[int, ..
         loaded: the answer of `Sandbox.start` for this tokenizer. The first of its tokens is `bos`.
 
     Raises:
-        PackageError: `tokenizer`: there are too many of them.
+        InputError: there are too many of them.
     """
     begins, bos = tuple(loaded["begins"]), loaded["ids"][0]
     # The answer comes from a process that runs foreign data.
     if len(begins) > MOST_TOKENS or not all(type(token) is int and token >= 0 for token in begins):
-        raise PackageError(
-            "tokenizer", f"The tokenizer puts {len(begins)} tokens before a text, more than {MOST_TOKENS}."
-        )
+        raise InputError(f"The tokenizer puts {len(begins)} tokens before a text, more than {MOST_TOKENS}.")
     # Some tokenizers leave BOS to the program, and ask for it in `tokenizer_config.json`.
     return (bos,) if not begins and files.add_bos and files.special.get("bos") and bos is not None else begins
 

@@ -175,7 +175,8 @@ class Worker(Base):
     __tablename__ = "workers"
     name: Mapped[str] = mapped_column(primary_key=True)
     exports: Mapped[bool]  # whether it can export programs: executorch is installed
-    memory_bytes: Mapped[int | None]  # memory that a job could use when the worker last had none
+    # Memory that a job could use when the worker last had none.
+    memory_bytes: Mapped[int | None] = mapped_column(BigInteger)
     seen_at: Mapped[datetime]
 
 

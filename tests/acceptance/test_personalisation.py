@@ -103,7 +103,7 @@ def test_a_model_keeps_what_it_knows_and_its_log_leads_to_the_same_bits(
 
     # The general loss of a random model means nothing, so the strength is fixed.
     monkeypatch.setattr(
-        evaluation, "choose_strength", lambda rise_of, _: Strength(eighths=7, rise=rise_of(7))
+        evaluation, "choose_strength", lambda rise_of, *_: Strength(eighths=7, rise=rise_of(7))
     )
     trained = _json(home, capsys, "train", *options)
     decision = trained["decision"]

@@ -113,9 +113,8 @@ def test_a_worker_refuses_a_hostile_tokenizer(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(sandbox, "CALL_S", 2.0)
     (tmp_path / "tokenizer.json").write_bytes(hostile(doubling))
     used_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    tokenizer = FileTokenizer(tmp_path)
     with pytest.raises(InputError):
-        tokenizer.encode("a" * 4000)
+        FileTokenizer(tmp_path).encode("a" * 4000)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used_kib < 256 << 10
 
 
@@ -170,8 +169,6 @@ def test_special_tokens_are_looked_for_within_the_limits(monkeypatch: pytest.Mon
     with pytest.raises(PackageError, match="sandbox-limit"):
         tokenizer.tokenize(Conversation(talk), row_tokens=32)
     assert time.process_time() - spent_s < 1.0
-    with pytest.raises(InputError, match="special token"):
-        tokenizer.chat_prompt((("user", "<|7|>"),))
 
 
 @pytest.mark.attack(8, "a template repeats a text without end")

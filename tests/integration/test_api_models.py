@@ -108,7 +108,7 @@ def test_hub_model_needs_a_full_commit_and_no_url(api: Api) -> None:
     needs = api.post("/v1/preflights", {"kind": "mask", "request": request}).json()
     assert needs["accepted"]
     assert {(one["name"], one["needed"], one["enough"]) for one in needs["figures"]} == {
-        *((name, None, True) for name in ("memory", "disk", "time")),
+        *((name, None, True) for name in ("memory", "disk")),
     }
     assert "first job downloads them" in needs["unknown"]
 

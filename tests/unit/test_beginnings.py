@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from permille.beginnings import beginning, begun, row_spans
-from permille.errors import InputError, PackageError
+from permille.errors import InputError
 from permille.tokenizer_files import TokenizerFiles
 
 
@@ -37,7 +37,7 @@ def test_a_text_begins_with_what_the_tokenizer_or_its_configuration_adds(
 
 @pytest.mark.parametrize("begins", [[1] * 5, [-1], [True], ["<s>"]])
 def test_a_tokenizer_that_begins_a_text_with_anything_else_is_refused(begins: list[Any]) -> None:
-    with pytest.raises(PackageError, match="before a text"):
+    with pytest.raises(InputError, match="before a text"):
         beginning(_files("<s>", add_bos=False), {"ids": [1], "begins": begins})
 
 

@@ -100,7 +100,10 @@ class TextTokenizer:
         self.template = ChatTemplate(files.template, files.variables, self._sandbox)
         known = answered(self._sandbox.start, "tokenizer")
         self._bos_id: int | None = known["ids"][0] if self.bos else None
-        self._begins = beginning(files, known)
+        try:
+            self._begins = beginning(files, known)
+        except InputError as exc:
+            raise PackageError("tokenizer", str(exc)) from exc
         self._eos_id: int | None = known["ids"][1] if self.eos else None
         # The answer has the ids of BOS, EOS and the ends of turns, in this order.
         found = known["ids"][1:] if self.eos else known["ids"][2:]

@@ -74,7 +74,7 @@ def test_a_job_whose_corpus_cannot_be_reached_opens_no_model(
     of = {"model_id": bench.model.id, "corpus_id": corpus.id}
     for kind, options in ((JobKind.MASK, FISHER), (JobKind.SPARSIFICATION, sparse)):
         job = bench.finish(kind, {**of, **options})
-        assert job.error is not None and "Cannot reach the host of c4" in str(job.error["message"])
+        assert job.error is not None and "Cannot reach the hub for c4" in str(job.error["message"])
         assert job.message == "reaching the corpus"
     with bench.db.read() as session:
         row = rows.get(session, Model, tenant_id=bench.tenant_id, row_id=bench.model.id)
