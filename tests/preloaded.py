@@ -60,7 +60,7 @@ REPEATED = ("PYTHONPATH", "PYTHONUNBUFFERED")
 SPARE = b"spare"
 """The name of servers in /proc, by which `children` excludes them."""
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
-_at_start = dict(os.environ)
+AT_START = dict(os.environ)
 """The environment of servers when they start."""
 _path: list[str] = []
 """The server's import path without its own folder."""
@@ -117,7 +117,7 @@ class Process(subprocess.Popen[Any]):
                 started = subprocess.Popen(
                     [sys.executable, "-c", _SERVER, str(theirs.fileno()), *["torch"] * torch],
                     cwd=ROOT,
-                    env={**_at_start, **QUIET},
+                    env={**AT_START, **QUIET},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
@@ -183,7 +183,7 @@ def _runs_jobs(order: _Order) -> bool:
 
 def _differs_at_start(environment: Mapping[str, str]) -> bool:
     """Return True if a variable that is read only at a start has another value than in the server."""
-    server = {**_at_start, **QUIET}
+    server = {**AT_START, **QUIET}
     return any(
         name.startswith(READ_AT_START) and name not in REPEATED and server.get(name) != value
         for name, value in environment.items()
@@ -238,7 +238,7 @@ def _become(order: _Order, files: list[int]) -> _Order:
     if order.new_session:
         os.setsid()
     os.chdir(order.folder)
-    added = order.environment.get("PYTHONPATH", "").removesuffix(_at_start.get("PYTHONPATH", ""))
+    added = order.environment.get("PYTHONPATH", "").removesuffix(AT_START.get("PYTHONPATH", ""))
     folders = [folder for folder in added.split(os.pathsep) if folder]
     sys.path[:] = [*([] if order.safe_path else [order.folder]), *folders, *_path]
     os.environ.clear()
