@@ -1,4 +1,4 @@
-"""What reports reveal of a text with sharing off: losses and counts of guesses, and tokenizers that count."""
+"""Text that reports could reveal with sharing off: losses and counts of guesses, tokenizers that count."""
 
 import json
 import math
