@@ -7,7 +7,7 @@ The order of the choice:
 3. UTF-8. Other text is hardly ever valid UTF-8 by chance, so this comes before a declaration.
 4. The declared charset, by the names and aliases of the WHATWG (`webencodings`), else of Python.
 5. charset-normalizer. It cannot tell some charsets of Latin letters apart, because each byte is a letter in
-   all of them. Of these, take the one whose letters belong to a single alphabet.
+   all of them. Of these, take the one whose letters belong to a single alphabet and stand in their places.
 """
 
 import codecs
@@ -27,6 +27,7 @@ _MARKS: Final = (
 )
 _DETECTED: Final = (
     *("cp1252", "cp1250", "iso8859_2", "cp1254", "cp1257", "mac_roman", "cp1251", "koi8_r", "cp866"),
+    *("cp850", "cp437", "cp852"),  # text of DOS, and of its programs that still run
     *("cp1253", "cp1255", "cp1256", "cp932", "euc_jp", "iso2022_jp", "gb18030", "big5", "cp949"),
 )
 _WESTERN: Final = (
@@ -44,8 +45,13 @@ _ALPHABETS: Final = {
     "cp1254": ("çğıöşüâî\u0307",),
     "cp1257": ("āčēģīķļņšūž", "ąčęėįšųūž"),
     "mac_roman": _WESTERN,
+    "cp850": _WESTERN,
+    "cp437": _WESTERN,
+    "cp852": _CENTRAL,
 }
-_PUNCTUATION: Final = frozenset("–—‘’‚“”„…«»‹›¿¡•·°§€£©®™ ½¼²³×\u00ad")
+_WITHIN_WORDS: Final = "’·\u00ad"
+_BOXES: Final = "─│┌┐└┘├┤┬┴┼═║╔╗╚╝"
+_PUNCTUATION: Final = frozenset(f"–—‘‚“”„…«»‹›¿¡•°§€£©®™ ½¼²³×{_WITHIN_WORDS}{_BOXES}")
 _HEAD_BYTES: Final = 1 << 16  # part of the bytes from which a charset of Latin letters is chosen
 
 
@@ -124,19 +130,27 @@ def _detected(data: bytes) -> tuple[str, str]:
     if found is None:
         raise UnreadableError("not in a charset that is known")
     charset = found.encoding
-    if charset in _ALPHABETS:
-        charset = max(_ALPHABETS, key=lambda one: _fit(data[:_HEAD_BYTES], one))
+    fits = {one: _fit(data[:_HEAD_BYTES], one) for one in _ALPHABETS}
+    best = max(fits, key=lambda one: fits[one])
+    if charset in _ALPHABETS or fits[best] == 1:
+        charset = best
     if (text := _strict(data, charset)) is None:
         return str(found), found.encoding
     return text, charset
 
 
 def _fit(data: bytes, charset: str) -> float:
-    """Return the share of a text's letters beyond ASCII that one alphabet of this charset has."""
+    """Return the share of a text's letters beyond ASCII that one alphabet of this charset has.
+
+    A capital after a small letter, and a sign between letters, show that the charset is wrong.
+    """
     if (text := _strict(data, charset)) is None:
         return -1.0
-    letters = [one for one in text.casefold() if not one.isascii() and one not in _PUNCTUATION]
+    letters = []
+    for before, one, after in zip(f" {text}", text, f"{text[1:]} ", strict=False):
+        is_within = before.isalpha() and after.isalpha() and one not in _WITHIN_WORDS
+        if not one.isascii() and (is_within or one not in _PUNCTUATION):
+            letters.append("\0" if one.isupper() and before.islower() else one.lower()[-1])
     if not letters:
         return 1.0
-    # `casefold` writes a sharp s as ss, so it is missing in the letters of all charsets alike.
     return max(sum(one in alphabet for one in letters) for alphabet in _ALPHABETS[charset]) / len(letters)
