@@ -6,13 +6,23 @@ from typing import Final
 
 _ALIASES: Final = {
     **{kind: kind for kind in (".txt", ".md", ".jsonl", ".html", ".eml", ".mbox", ".pdf", ".docx", ".rtf")},
-    **{kind: kind for kind in (".csv", ".emlx", ".json")},
-    **dict.fromkeys((".text", ".org", ".rst"), ".txt"),
+    **{kind: kind for kind in (".csv", ".emlx", ".json", ".odt")},
+    **dict.fromkeys((".text", ".org", ".rst", ".adoc"), ".txt"),
+    ".tsv": ".csv",
+    ".docm": ".docx",
     **dict.fromkeys((".markdown", ".mdown", ".mkd"), ".md"),
     **dict.fromkeys((".htm", ".xhtml"), ".html"),
 }
 TEXT_SUFFIXES: Final = tuple(_ALIASES)
 """Endings of the names of files that a device trains on."""
+_ADVICE: Final = {
+    **dict.fromkeys((".zip", ".7z", ".rar", ".tar", ".gz", ".tgz"), "unpack it"),
+    **dict.fromkeys((".doc", ".pages", ".wpd", ".wps"), "save it as .docx or .txt"),
+    **dict.fromkeys((".xls", ".xlsx", ".ods", ".numbers"), "save it as .csv"),
+    **dict.fromkeys((".msg", ".olm", ".ost", ".pst"), "save it as .eml or .mbox"),
+    **dict.fromkeys((".key", ".odp", ".one", ".ppt", ".pptx"), "save it as .pdf"),
+    **dict.fromkeys((".enex", ".epub"), "save it as .html"),
+}
 # In a folder, only `.json` files with these names are read, because others may be anything: an export of
 # ChatGPT or of Telegram.
 _EXPORT: Final = re.compile(r"(?:conversations|result)[\w-]*\.json", re.IGNORECASE)
@@ -44,6 +54,17 @@ def text_kind(path: Path, *, is_named: bool = False) -> str | None:
         with path.open("rb") as file:
             return ".mbox" if file.read(5) == b"From " else None
     return kind
+
+
+def advice(name: str | Path) -> str:
+    """Return advice for a file of a kind that is not read, in brackets after a space, or an empty string.
+
+    Example:
+        >>> advice("mails.zip")
+        ' (unpack it)'
+    """
+    ending = Path(f"x{name}").suffix.lower()  # the name may be an ending alone
+    return f" ({_ADVICE[ending]})" if ending in _ADVICE else ""
 
 
 def is_mail_folder(path: Path) -> bool:

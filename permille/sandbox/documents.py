@@ -1,8 +1,8 @@
-"""Text extraction from text in any charset, HTML, mail, tables, RTF, PDF and Word.
+"""Text extraction from text in any charset, HTML, mail, tables, RTF, PDF, Word and OpenDocument.
 
 Such documents may come from strangers, and some are compressed. So they are read in the child
-process (`child.py`), within its limits. PDF, Word and RTF need one library each (the extra `documents`).
-HTML, mail and tables need only the standard library.
+process (`child.py`), within its limits. PDF and RTF need one library each (the extra `documents`).
+The others need only the standard library.
 """
 
 import csv
@@ -17,11 +17,13 @@ from io import BytesIO, StringIO
 from typing import Final
 
 from permille.sandbox.decoding import UnreadableError, decode
+from permille.sandbox.office import open_document_text, word_text
 
 _BLOCKS: Final = re.compile(
     "address|article|blockquote|br|dd|div|dt|h[1-6]|hr|li|p|pre|section|table|t[dhr]|ul"
 )
 _SILENT: Final = re.compile("script|style|template|title")
+_OLE: Final = bytes.fromhex("d0cf11e0a1b11ae1")  # the container of encrypted and of old files of Office
 _SPACE: Final = re.compile(r"[ \t\r\f\v\n]+")
 # A page or a form of XML names its charset near its beginning.
 _DECLARED: Final = re.compile(
@@ -100,9 +102,13 @@ def _pdf(data: bytes) -> Extracted:
 
 
 def _word(data: bytes) -> Extracted:
-    from docx import Document
+    if data.startswith(_OLE):
+        raise UnreadableError("has a password, or is of an old Word")
+    return Extracted(word_text(data))
 
-    return Extracted("\n\n".join(text for text in _paragraphs(Document(BytesIO(data))) if text.strip()))
+
+def _open_document(data: bytes) -> Extracted:
+    return Extracted(open_document_text(data))
 
 
 def _rtf(data: bytes) -> Extracted:
@@ -242,17 +248,6 @@ class _TelegramPage(HTMLParser):
         return any(name in classes for classes in self._open)
 
 
-def _paragraphs(document: object) -> Iterator[str]:
-    """Yield paragraphs, and rows of tables as lines of cells."""
-    from docx.table import Table
-
-    for part in document.iter_inner_content():  # type: ignore[attr-defined]
-        if isinstance(part, Table):
-            yield "\n".join("\t".join(cell.text for cell in row.cells) for row in part.rows)
-        else:
-            yield part.text
-
-
 def _messages(data: bytes) -> Iterator[bytes]:
     """Yield the messages of a mailbox.
 
@@ -346,6 +341,7 @@ _READERS: Final[dict[str, Callable[[bytes], Extracted]]] = {
     ".eml": _mail,
     ".emlx": _emlx,
     ".html": _html,
+    ".odt": _open_document,
     ".pdf": _pdf,
     ".rtf": _rtf,
 }

@@ -2,8 +2,11 @@
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from permille.text_files import advice
 
 MAX_EXAMPLES = 20
 
@@ -70,7 +73,7 @@ class DataReport:
             line += f" (duplicates left out: {repeated})"
         if self.ignored:
             ignored = sum(self.ignored.values())
-            line += f"; {_files(ignored)} ignored: {_listed(self.ignored)}"
+            line += f"; {_files(ignored)} ignored: {_listed(self.ignored, advice)}"
         if self.charsets:
             line += f"; decoded from {_listed(self.charsets)}"
         return f"{line}; left out of the text: {_listed(self.left_out)}" if self.left_out else line
@@ -91,5 +94,5 @@ def _files(count: int) -> str:
     return f"{count} file{'' if count == 1 else 's'}"
 
 
-def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} x {what}" for what, count in counts.most_common())
+def _listed(counts: Counter[str], more: Callable[[str], str] = lambda _: "") -> str:
+    return ", ".join(f"{count} x {what}{more(what)}" for what, count in counts.most_common())

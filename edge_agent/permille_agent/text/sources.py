@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from permille.errors import InputError
-from permille.text_files import TEXT_SUFFIXES, is_mail_folder, text_kind
+from permille.text_files import TEXT_SUFFIXES, advice, is_mail_folder, text_kind
 from permille_agent.text.report import DataReport
 
 MAX_TOTAL_BYTES = 256 << 20  # all text is held in memory
@@ -53,7 +53,8 @@ def _files(path: Path, report: DataReport) -> Iterator[tuple[Path, str]]:
         elif not path.is_file():  # a pipe or a device, which may have no end
             _skip(path, "not a regular file", report)
         elif (kind := text_kind(path, is_named=True)) is None:
-            _skip(path, f"not {', '.join(TEXT_SUFFIXES[:-1])} or {TEXT_SUFFIXES[-1]}", report)
+            kinds = f"{', '.join(TEXT_SUFFIXES[:-1])} or {TEXT_SUFFIXES[-1]}"
+            _skip(path, f"not {kinds}{advice(path)}", report)
         else:
             yield path, kind
     except OSError as exc:

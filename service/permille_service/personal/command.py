@@ -34,7 +34,7 @@ from permille.corpora.sources import check_head
 from permille.errors import InputError
 from permille.files import write_atomic
 from permille.models.ollama import ollama_file, ollama_name
-from permille.text_files import TEXT_SUFFIXES, text_kind
+from permille.text_files import TEXT_SUFFIXES, advice, text_kind
 from permille_service.cli.commands import AsJson
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.output import make_output
@@ -292,9 +292,12 @@ def _check(texts: list[Path], out: Path, corpus: Path | None, work: Path) -> Non
     files = [path for text in texts for path in [text, *text.rglob("*")] if path.is_file()]
     readable = [path for path in files if _is_text(path, is_named=path in texts)]
     if not readable:
-        named = ", ".join(TEXT_SUFFIXES)
+        other = sorted({f"{path.suffix}{advice(path)}" for path in files if advice(path)})
+        found = f", only {', '.join(other)}" if other else ""
         raise CommandError(
-            f"--text names no text. Name files of {named}, or folders with such files.", Exit.REFUSED
+            f"--text names no text{found}. Name files of {', '.join(TEXT_SUFFIXES)}, or folders with such "
+            "files.",
+            Exit.REFUSED,
         )
     # Check the size before the build, which takes minutes. Training would refuse so little text only later.
     size = sum(path.stat().st_size for path in readable)

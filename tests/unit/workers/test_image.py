@@ -124,7 +124,7 @@ def test_the_image_can_run_every_kind_of_job(kind: str) -> None:
 def test_an_image_can_start_its_programs(image: str, program: str) -> None:
     # The API uses other functions of these modules. Only jobs fetch models from the hub. The sandbox imports
     # a library when it is asked for it, and the API asks it for heads of files and templates alone.
-    sandbox = {"tokenizers", "webencodings", "pypdf", "python-docx", "striprtf"}
+    sandbox = {"tokenizers", "webencodings", "pypdf", "striprtf"}
     elsewhere = {"huggingface-hub", *sandbox} if image == "api" else set()
     assert imported(program) - distributions(image_extras(image)) <= elsewhere
 

@@ -140,8 +140,8 @@ def test_a_source_that_cannot_be_used_is_counted_and_the_others_are_read(
     assert [characters(document.content) for document in documents] == ["a good text"]
     assert report.summary() == (
         "4 files: 1 read, 3 skipped: 1 x not found, 1 x not .txt, .md, .jsonl, .html, .eml, .mbox, .pdf, "
-        ".docx, .rtf, .csv, .emlx, .json, .text, .org, .rst, .markdown, .mdown, .mkd, .htm or .xhtml, "
-        "1 x over the limit of 99 bytes in all"
+        ".docx, .rtf, .csv, .emlx, .json, .odt, .text, .org, .rst, .adoc, .tsv, .docm, .markdown, .mdown, "
+        ".mkd, .htm or .xhtml, 1 x over the limit of 99 bytes in all"
     )
 
 

@@ -117,6 +117,7 @@ def test_a_folder_of_odd_files_is_accounted_for_to_the_last_file(
     assert report.charsets.total() == 9
     words = report.summary()
     assert "ignored: 5 x no known ending, 3 x link, 3 x hidden, 2 x .jpg" in words and "1 x cp1252" in words
+    assert "1 x .zip (unpack it), 1 x .log" in words
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +145,12 @@ def test_a_name_that_is_not_utf8_is_shown_in_one_line_that_every_record_can_hold
     record = TextSource(bad_rows=tuple(report.examples))
     write_record(home.data, record)
     assert read_record(home.data, TextSource) == record
+
+
+def test_a_named_file_of_a_kind_that_is_not_read_comes_with_advice(tmp_path: Path) -> None:
+    (tmp_path / "mails.PST").write_text("x")
+    _, report = survey([tmp_path / "mails.PST"])
+    assert report.examples[0].endswith("(save it as .eml or .mbox)")
 
 
 def test_the_account_says_nothing_of_what_is_not_there() -> None:
