@@ -1,8 +1,9 @@
-"""Reading of ChatGPT's export, `conversations.json`: a list of conversations, each a tree of messages.
+"""Reading of `conversations.json`, the export of ChatGPT or Claude: a list of conversations.
 
-Only the branch that the user saw last is read, from `current_node` up to the root. If the export names no
-such node, the newest message without an answer ends the branch. Regenerated answers, tool calls, hidden
-messages and media are skipped. Spoken turns give their words. Each conversation is a group of its own.
+Claude's conversation is a list of messages, ChatGPT's is a tree. Of a tree, only the branch that the user saw
+last is read, from `current_node` up to the root. If the export names no such node, the newest message without
+an answer ends the branch. Regenerated answers, tool calls, hidden messages and media are skipped. Spoken turns
+give their words. Each conversation is a group of its own.
 
 The file is cut into conversations before parsing. So only one parsed conversation is in memory at a time.
 """
@@ -67,18 +68,34 @@ def parse_conversation(text: str) -> tuple[str | None, Content]:
         value = json.loads(text)
     except (ValueError, RecursionError) as exc:
         raise InputError("not JSON") from exc
-    if not isinstance(value, dict) or not isinstance(value.get("mapping"), dict):
-        raise InputError("not a ChatGPT conversation")
+    match value:
+        case {"mapping": dict(tree)}:
+            turns = _turns(tree, value.get("current_node"))
+        case {"chat_messages": list(listed)}:
+            turns = _listed_turns(listed)
+        case _:
+            raise InputError("not a conversation of ChatGPT or Claude")
     messages: list[dict[str, str]] = []
-    for role, said in _turns(value["mapping"], value.get("current_node")):
+    for role, said in turns:
         if messages and messages[-1]["role"] == role:
             messages[-1]["content"] += f"\n\n{said}"
         elif messages or role == "user":  # templates want the user to begin, and turns to alternate
             messages.append({"role": role, "content": said})
-    name = value.get("conversation_id") or value.get("id")
+    name = value.get("conversation_id") or value.get("id") or value.get("uuid")
     group = {"group": f"chatgpt {name}"} if isinstance(name, str) else {}
     # `parse_row` refuses a conversation without an answer, and gives the reason.
     return parse_row({"messages": messages or [{"role": "user", "content": ""}], **group})
+
+
+def _listed_turns(listed: list[object]) -> Iterator[tuple[str, str]]:
+    for message in map(_object, listed):
+        parts = message.get("content")
+        # `text` also has placeholders of tools, so the parts count if there are any.
+        pieces = [part for part in map(_object, parts if isinstance(parts, list) else []) if part]
+        words = [part.get("text") for part in pieces if part.get("type") == "text"] or [message.get("text")]
+        said = "\n".join(word for word in words if isinstance(word, str)).strip()
+        if said and message.get("sender") in ("human", "assistant"):
+            yield "user" if message["sender"] == "human" else "assistant", said
 
 
 def _turns(mapping: dict[str, Any], newest: object) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,9 @@ FORMS = [
     "12-03-2024 10:0{minute} - {who}: {said}",
     "2024-03-12 10:0{minute} - {who}: {said}",
     "12. 3. 2024, 10:0{minute} - {who}: {said}",
+    "2024. 3. 12. 오후 10:0{minute}, {who} : {said}",
+    "2024년 3월 12일 오전 10:0{minute}, {who} : {said}",
+    "2024-03-12 22h0{minute} - {who}: {said}",
     "[2024/3/12 下午10:0{minute}:11] {who}: {said}",
     "\u200f12\u200f/3\u200f/2024، 10:0{minute} ص - {who}: {said}",
 ]

@@ -66,7 +66,7 @@ def test_an_export_is_read_beside_other_files_and_bad_conversations_are_counted(
     documents, report = read_documents([tmp_path])
     assert [type(document.content).__name__ for document in documents] == ["Conversation", "PlainText"]
     assert report.summary() == (
-        "2 files: 3 read, 2 skipped: 1 x no assistant message, 1 x not a ChatGPT conversation "
+        "2 files: 3 read, 2 skipped: 1 x no assistant message, 1 x not a conversation of ChatGPT or Claude "
         "(duplicates left out: 1); 1 file ignored: 1 x .json"
     )
     assert report.examples[0].endswith("conversations.json, conversation 2: no assistant message")
@@ -92,7 +92,7 @@ def test_hostile_files_are_refused_in_little_time(text: str, reason: str) -> Non
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"mapping": []}, "not a ChatGPT conversation"),
+        ({"mapping": []}, "not a conversation of ChatGPT or Claude"),
         ({"mapping": {"1": {"message": None, "parent": "1"}}}, "without a beginning"),
         ({"mapping": {"1": {"message": None, "parent": ["0"]}}}, "no assistant message"),
         ({"mapping": {"1": []}}, "no assistant message"),
@@ -135,6 +135,41 @@ def test_spoken_turns_are_read_and_their_sound_is_not() -> None:
     tree = _tree([spoken("user", "When do I sow?"), spoken("assistant", "In May.")])
     _, content = parse_conversation(json.dumps(tree))
     assert content == Conversation((("user", "When do I sow?"), ("assistant", "In May.")))
+
+
+def test_a_conversation_of_claude_is_its_messages_without_tools() -> None:
+    def sent(sender: str, text: object, *parts: dict[str, object]) -> dict[str, object]:
+        return {
+            "uuid": "m",
+            "sender": sender,
+            "text": text,
+            "content": list(parts),
+            "created_at": "2024-05-01",
+        }
+
+    messages = [
+        sent("human", "When do I sow?", {"type": "text", "text": "When do I sow?"}),
+        sent(
+            "assistant",
+            "This block is not supported on your current device yet.",
+            {"type": "tool_use", "name": "search", "input": {}},
+            {"type": "text", "text": "In May."},
+        ),
+        sent("human", "And beans?"),
+        sent("assistant", "Later."),
+        sent("system", "none"),
+        sent("human", 4),
+    ]
+    group, content = parse_conversation(json.dumps({"uuid": "c", "name": "Peas", "chat_messages": messages}))
+    assert group == "chatgpt c"
+    assert content == Conversation(
+        (
+            ("user", "When do I sow?"),
+            ("assistant", "In May."),
+            ("user", "And beans?"),
+            ("assistant", "Later."),
+        )
+    )
 
 
 def test_a_conversation_has_a_longest_length(monkeypatch: pytest.MonkeyPatch) -> None:
