@@ -1,9 +1,9 @@
 """Reading of `conversations.json`, the export of ChatGPT or Claude: a list of conversations.
 
-Claude's conversation is a list of messages, ChatGPT's is a tree. Of a tree, only the branch that the user saw
-last is read, from `current_node` up to the root. If the export names no such node, the newest message without
-an answer ends the branch. Regenerated answers, tool calls, hidden messages and media are skipped. Spoken turns
-give their words. Each conversation is a group of its own.
+Claude's conversation is a list of messages, ChatGPT's is a tree. Of a tree, only the branch that the user
+saw last is read, from `current_node` up to the root. If the export names no such node, the newest message
+without an answer ends the branch. Regenerated answers, tool calls, hidden messages and media are skipped.
+Spoken turns give their words. Each conversation is a group of its own.
 
 The file is cut into conversations before parsing. So only one parsed conversation is in memory at a time.
 """

@@ -1,7 +1,8 @@
 """Text of a Markdown note, without front matter and the targets of links.
 
 Obsidian and other programs keep Markdown notes in a folder. Emphasis and headings stay, because people type
-them. HTML within Markdown, and references whose targets stand elsewhere, are not handled.
+them. Data that plugins of Obsidian hide in comments, such as drawings, is left out. HTML within Markdown is
+not handled.
 """
 
 import re
@@ -9,21 +10,31 @@ from typing import Final
 
 _MAX_FRONT_MATTER: Final = 1 << 14
 # A block of YAML keys at the very beginning. Text between two rules is no front matter: each line must be a
-# key, an item of a list or indented, and the first line must be a key.
+# key, an item of a list, indented or empty, and the first line must be a key.
 _FRONT_MATTER: Final = re.compile(
     r"---[ \t]*\n"
-    r"(?:[A-Za-z_][\w-]*(?: [\w-]+)?:(?:[ \t][^\n]*)?\n(?:(?:[ \t]+|-[ \t]|\])[^\n]*\n)*)+"
+    r"(?:(?:\"[^\"\n]+\"|[^\W\d][\w-]*(?: [\w-]+)?):(?:[ \t][^\n]*)?\n"
+    r"(?:(?:(?:[ \t]+|-[ \t]|\])[^\n]*)?\n)*+)++"
     r"(?:---|\.\.\.)[ \t]*(?:\n|\Z)"
 )
-_SMALL_KEY: Final = re.compile(r"^[a-z_][\w-]*(?: [\w-]+)?:", re.MULTILINE)
+_SMALL_KEY: Final = re.compile(r"^\"?[a-z_][\w-]*(?: [\w-]+)?\"?:", re.MULTILINE)
 _MARKUP: Final = re.compile(
     r"(?P<code>^(?P<fence>`{3,}|~{3,})[^\n]*\n.*?(?:^(?P=fence)|\Z)|`[^`\n]+`)"
+    r"|^%%[^%\n]*\n.*?%%[ \t]*$"  # a comment of several lines
     r"|!\[\[[^\[\]\n]{0,500}\]\]"  # an embedded note or picture
-    r"|\[\[(?:[^\[\]|\n]{0,500}\|)?(?P<page>[^\[\]\n]{1,500})\]\]"
+    r"|\[\[(?:[^\[\]|\n]{0,500}\|)?(?P<page>[^\[\]\n]{1,500}?)(?:#\^[\w-]+)?\]\]"
     r"|!?\[(?P<words>[^\[\]\n]{0,500})\]\((?:[^()\n]|\([^()\n]{0,500}\)){0,2000}\)"
+    r"|(?<=> )\[![\w|-]+\][+-]?[ \t]*"  # the kind of a callout
     r"|[ \t]\^[\w-]+$",  # the name of a block, to which links lead
     re.MULTILINE | re.DOTALL,
 )
+
+_DEFINITION: Final = re.compile(
+    r"^ {0,3}\[(?!\^)(?P<label>[^\[\]\n]{1,500})\]:[ \t]+<?(?:[a-z][a-z+.-]*:|[/.#])[^\s<>]*>?"
+    r"(?:[ \t]+(?:\"[^\"\n]*\"|'[^'\n]*'|\([^()\n]*\)))?[ \t]*(?:\n|\Z)",
+    re.MULTILINE,
+)
+_REFERENCE: Final = re.compile(r"!?\[([^\[\]\n]{1,500})\]\[([^\[\]\n]{0,500})\]")
 
 
 def split_front_matter(text: str) -> tuple[str, str]:
@@ -46,4 +57,8 @@ def without_targets(text: str) -> str:
         >>> without_targets("See [[2024-05-01|the first of May]] and [this](https://example.org).")
         'See the first of May and this.'
     """
-    return _MARKUP.sub(lambda found: found["code"] or found["page"] or found["words"] or "", text)
+    text = _MARKUP.sub(lambda found: found["code"] or found["page"] or found["words"] or "", text)
+    if labels := {found["label"].casefold() for found in _DEFINITION.finditer(text)}:
+        text = _REFERENCE.sub(lambda one: one[1] if (one[2] or one[1]).casefold() in labels else one[0], text)
+        text = _DEFINITION.sub("", text)
+    return text
