@@ -1,11 +1,20 @@
-"""Tests that a vault, a mailbox and exported chats of hundreds of messages give what people wrote, only."""
+"""Tests that a vault, a mailbox and exported chats of hundreds of messages teach what people wrote, only."""
 
 import json
+import re
+from collections import Counter
 from email.message import EmailMessage
 from pathlib import Path
 
+import numpy as np
+
 from permille_agent.text.documents import Conversation, PlainText
-from permille_agent.text.reading import survey
+from permille_agent.text.preparation import prepare
+from permille_agent.text.reading import read_documents, survey
+from permille_agent.text.tokens import TextTokenizer
+
+MODEL = Path(__file__).parents[4] / "examples" / "model"
+TEMPLATE = b"{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
 
 WORDS = ["sowed", "hoed", "watered", "picked", "dug", "pruned", "raked", "tied"]
 PLANTS = ["peas", "beans", "kale", "leeks", "plums", "quinces", "chard", "onions", "garlic"]
@@ -86,7 +95,49 @@ def _chatgpt(path: Path, count: int) -> list[tuple[tuple[str, str], tuple[str, s
     return expected
 
 
-def test_what_is_learned_is_what_people_wrote(tmp_path: Path) -> None:
+def test_the_tokens_that_train_are_what_people_wrote(tmp_path: Path) -> None:
+    root = tmp_path / "mine"
+    _vault(root / "vault", 120)
+    _mailbox(root / "sent.mbox", 150)
+    _whatsapp(root / "_chat.txt", 300)
+    _chatgpt(root / "conversations.json", 100)
+    documents, report = read_documents([root])
+
+    def read(name: str) -> bytes | None:
+        if name == "chat_template.jinja":
+            return TEMPLATE
+        return (MODEL / name).read_bytes() if (MODEL / name).exists() else None
+
+    tokenizer = TextTokenizer(read)
+    prepared = prepare(documents, tokenizer, row_tokens=96, report=report)
+    rows = [*prepared.train, *prepared.select, *prepared.test]
+    shown = "".join(tokenizer.decode(row.ids_T.tolist()) for row in rows)
+    learned = "".join(tokenizer.decode(row.ids_T[np.array(row.target_T)].tolist()) for row in rows)
+    tokenizer.close()
+
+    assert report.bad_rows == {}
+    said = Counter(_said(number) for count in (120, 150, 300, 100) for number in range(count))
+    found = Counter(re.findall(r"We \w+ the \w+ in bed \d+\.", shown))
+    # Training leaves out the tokens beside a block that judges.
+    assert not found - said and (said - found).total() < 10
+    assert "What about bed" in shown and "What about bed" not in learned
+    told = (
+        "2024",
+        "---",
+        "garden",
+        "aliases",
+        "http",
+        "Pasted",
+        "omitted",
+        "encrypted",
+        "wrote:",
+        "cite",
+        "<p>",
+    )
+    assert not [word for word in told if word in shown]
+
+
+def test_what_is_read_is_what_people_wrote(tmp_path: Path) -> None:
     root = tmp_path / "mine"
     notes = _vault(root / "vault", 120)
     mails = _mailbox(root / "sent.mbox", 150)
