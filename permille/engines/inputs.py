@@ -4,11 +4,12 @@ A token id outside of the vocabulary could read memory outside of an array, or c
 input is checked here before an engine uses it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.engines.key_values import KeyValues
 from permille.errors import InputError
 from permille.zo.estimators import Batch, SoftTargets
 
@@ -28,6 +29,10 @@ class ModelLimits:
     k: int
     vocabulary: int
     positions: int | None
+
+    def after(self, tokens: int) -> "ModelLimits":
+        """Return the limits of texts that follow this number of tokens."""
+        return self if self.positions is None else replace(self, positions=self.positions - tokens)
 
 
 def check_values(values_VK: NDArray[np.float32], limits: ModelLimits) -> None:
@@ -61,6 +66,34 @@ def check_prompt(prompt_ids: NDArray[np.int64], limits: ModelLimits) -> None:
         raise InputError(
             f"The prompt has {len(prompt_ids)} tokens, and the model takes {limits.positions} for prompt and "
             "answer together. Shorten the prompt."
+        )
+
+
+def check_key_values(known: KeyValues, limits: ModelLimits, shape: tuple[int, int, int]) -> None:
+    """Check keys and values that a text is to follow.
+
+    Args:
+        known: the keys and values.
+        limits: the limits of the model.
+        shape: the numbers of layers, of key-value heads and of numbers in a head.
+
+    Raises:
+        InputError: they do not fit the model, or leave no position for a prompt and an answer.
+    """
+    layers, *head = shape
+    for array in (array for pair in known.layers for array in pair):
+        if array.dtype != np.float32 or list(array.shape) != [len(known), *head]:
+            raise InputError(
+                f"The model has keys and values float32 {[len(known), *head]}, not {array.dtype} "
+                f"{list(array.shape)}."
+            )
+    if len(known.layers) != layers:
+        raise InputError(f"The model has {layers} layers, not {len(known.layers)} pairs of keys and values.")
+    _check_ids(known.id_S, limits)
+    if limits.positions is not None and len(known) > limits.positions - 2:
+        raise InputError(
+            f"The beginning has {len(known)} tokens, and the model takes {limits.positions}. At least 2 must "
+            "follow it."
         )
 
 

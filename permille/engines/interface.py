@@ -11,13 +11,15 @@ Every implementation passes the rules of `tests/unit/engines/conformance.py`: `R
 computes only losses.
 """
 
-from collections.abc import Iterator
-from typing import Protocol, TypedDict
+from collections.abc import Callable, Iterator
+from typing import Protocol, Self, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.engines.key_values import KeyValues
 from permille.engines.sampling import TokenSampling
+from permille.errors import InputError
 from permille.zo.estimators import Batch, Differentiable, LossEngine
 
 REVERSE_PASSES = 3
@@ -80,3 +82,59 @@ class Engine(LossEngine, Protocol):
 
 class GradientEngine(Engine, Differentiable, Protocol):
     """An engine that also computes the gradient of all masked weights."""
+
+
+class RememberingEngine(Engine, Protocol):
+    """An engine whose texts can begin with stored keys and values. Get it from `remembering`."""
+
+    def read(self, values_K: NDArray[np.float32], ids: NDArray[np.int64]) -> KeyValues:
+        """Return the keys and values of a text, together with those that it follows.
+
+        Args:
+            values_K: float32 [K].
+            ids: int64 [T], at least one id. With `after`, these are the tokens that follow.
+
+        Raises:
+            InputError: an argument is out of range.
+        """
+
+    def after(self, known: KeyValues) -> Self:
+        """Return an engine whose rows and prompts continue at position `len(known)`.
+
+        It shares the model, and `known` replaces what this engine itself continues. It computes losses and
+        text, and no gradients.
+
+        Raises:
+            InputError: `known` does not fit the model, or is too long for it.
+        """
+
+    def generate(
+        self,
+        values_K: NDArray[np.float32],
+        prompt_ids: NDArray[np.int64],
+        sampling: TokenSampling,
+        keep: Callable[[KeyValues], None] | None = None,
+    ) -> Iterator[int]:
+        """See `Engine.generate`.
+
+        Args:
+            values_K: float32 [K].
+            prompt_ids: int64 [T], at least one id.
+            sampling: the settings.
+            keep: is called at the end, or when the caller stops, with the keys and values of the whole text:
+                what it follows, the prompt, and the new tokens except for the last one.
+        """
+
+
+def remembering(engine: Engine) -> RememberingEngine:
+    """Return the engine, if its texts can begin with stored keys and values.
+
+    Raises:
+        InputError: the engine always reads a text from its first token on.
+    """
+    if not hasattr(engine, "after"):
+        raise InputError(
+            f"The engine {engine.info()['name']} cannot begin a text with stored keys and values. Use the "
+            "engine light."
+        )
+    return cast("RememberingEngine", engine)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.engines.key_values import KeyValues
 from permille.engines.light import layers as numbers
 from permille.engines.light.linear import LightLinear, Tools
 from permille.engines.light.model import LightLayer, LightModel
@@ -30,14 +31,23 @@ _TASK_WEIGHTS = 1 << 18
 class TextPass(LossPass):
     """The pass of one growing sequence with one variant of the values."""
 
-    def __init__(self, tools: Tools, model: LightModel, value_K: Array, room: int) -> None:
-        """Reserve memory for `room` tokens: the prompt and the new tokens together."""
+    def __init__(
+        self, tools: Tools, model: LightModel, value_K: Array, room: int, after: KeyValues | None = None
+    ) -> None:
+        """Reserve memory for `room` tokens: the prompt and the new tokens together.
+
+        The sequence begins with the tokens of `after`, for which no room is counted.
+        """
         self._model = model
         super().__init__(tools, model.architecture, Workspace(), _tokens(0, 0))
         self.set_values(value_K[None])
-        self.length = 0
-        self._room = room
-        self._kept: dict[int, tuple[Array, Array]] = {}
+        self.length = 0 if after is None else len(after)
+        self._ids = [] if after is None else [after.id_S]
+        # The operating system allocates a page when it is first written, so unused room takes no memory.
+        shape = (self.length + room, model.architecture.kv_heads, model.architecture.head)
+        self._kept = [(np.empty(shape, np.float32), np.empty(shape, np.float32)) for _ in model.layers]
+        for known, own in zip(() if after is None else after.layers, self._kept, strict=after is not None):
+            own[0][: self.length], own[1][: self.length] = known
         self._products: dict[int, TokenProduct] = {}
 
     def next_logits(self, id_M: NDArray[np.int64]) -> Array:
@@ -51,10 +61,18 @@ class TextPass(LossPass):
             for layer in model.layers:
                 run_layer(self, layer, x_1MH)
             self.length += len(id_M)
+            self._ids.append(id_M)
             # The last hidden state alone predicts the next token, so the head computes one row.
             last_1RH = np.ascontiguousarray(x_1MH[:, -1:])
             logit_V: Array = model.head.logits(finish(self, model, last_1RH)[0])[0]
         return logit_V
+
+    def key_values(self) -> KeyValues:
+        """Return keys and values of all tokens so far. Later tokens do not change them."""
+        return KeyValues(
+            id_S=np.concatenate(self._ids),
+            layers=tuple((key[: self.length], value[: self.length]) for key, value in self._kept),
+        )
 
     def linear(self, layers: Sequence[LightLinear], x_GMK: Array, outs: Sequence[Array]) -> None:
         """See `LossPass`."""
@@ -99,7 +117,7 @@ class TextPass(LossPass):
 
     def attend(self, layer: LightLayer, q: Array, k: Array, v: Array, out: Array) -> None:
         """See `LossPass`. The new keys and values are appended to those of earlier tokens."""
-        key_SBD, value_SBD = self._memory(layer)
+        key_SBD, value_SBD = self._kept[layer.number]
         stop = self.length + k.shape[1]
         key_SBD[self.length : stop], value_SBD[self.length : stop] = k[0], v[0]
         window = layer.settings.window
@@ -113,16 +131,6 @@ class TextPass(LossPass):
         if found is None:
             found = self._products[id(layer)] = layer.token_product(self._values_GK[0, layer.span])
         return found
-
-    def _memory(self, layer: LightLayer) -> tuple[Array, Array]:
-        """Return keys and values of a layer, with room for all tokens.
-
-        The operating system allocates a page when it is first written, so unused room takes no memory.
-        """
-        if id(layer) not in self._kept:
-            shape = (self._room, self.architecture.kv_heads, self.architecture.head)
-            self._kept[id(layer)] = (np.empty(shape, np.float32), np.empty(shape, np.float32))
-        return self._kept[id(layer)]
 
 
 def _rows_each(layer: LightLinear, threads: int) -> int:

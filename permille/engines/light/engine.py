@@ -18,15 +18,17 @@ and head stay float32. Gradients and generated text do not use 8-bit inputs.
 all joined sequences, H hidden size, R target tokens.
 """
 
+import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.engines.inputs import check_batch, check_prompt, check_values
+from permille.engines.inputs import check_batch, check_key_values, check_prompt, check_values
 from permille.engines.interface import REVERSE_PASSES, EngineInfo
+from permille.engines.key_values import KeyValues
 from permille.engines.light.blas import Blas
 from permille.engines.light.decoding import TextPass
 from permille.engines.light.linear import Tools
@@ -62,7 +64,7 @@ DEFAULT_KEPT_BYTES = 256 << 20
 
 
 class LightEngine:
-    """See `permille.engines.interface.GradientEngine` for what each method promises."""
+    """See `permille.engines.interface` for what each method promises."""
 
     def __init__(
         self,
@@ -107,6 +109,9 @@ class LightEngine:
         self._reverse = ReversePass(self._exact, self._model, self._workspace)
         self._lower_states = LowerLayerStates(kept_bytes)
         self._layer_passes = 0
+        # The text that rows and prompts follow, and the limits beyond it. `after` sets both.
+        self._after: KeyValues | None = None
+        self._limits = self._model.limits
 
     @property
     def k(self) -> int:
@@ -131,8 +136,8 @@ class LightEngine:
 
     def losses(self, values_VK: Array, batch: Batch) -> Array:
         """Return the mean loss over the batch's targets for each variant, float32 [V]."""
-        check_values(values_VK, self._model.limits)
-        token_losses_VR = self._token_losses(values_VK, check_batch(batch, self._model.limits, soft=True))
+        check_values(values_VK, self._limits)
+        token_losses_VR = self._token_losses(values_VK, check_batch(batch, self._limits, soft=True))
         # NaN and infinite losses are valid results, so numpy must not warn of them.
         with np.errstate(invalid="ignore", over="ignore"):
             losses_V: Array = token_losses_VR.mean(axis=1, dtype=np.float64).astype(np.float32)
@@ -140,10 +145,8 @@ class LightEngine:
 
     def token_losses(self, values_K: Array, batch: Batch) -> Array:
         """Return the loss of each target token, float32 [targets], in row-major order of the batch."""
-        check_values(values_K[None], self._model.limits)
-        losses_R: Array = self._token_losses(
-            values_K[None], check_batch(batch, self._model.limits, soft=True)
-        )[0]
+        check_values(values_K[None], self._limits)
+        losses_R: Array = self._token_losses(values_K[None], check_batch(batch, self._limits, soft=True))[0]
         return losses_R
 
     def top_tokens(self, values_K: Array, batch: Batch, number: int) -> SoftTargets:
@@ -154,11 +157,11 @@ class LightEngine:
             batch: the batch.
             number: how many tokens to return for each target.
         """
-        check_values(values_K[None], self._model.limits)
-        batch = check_batch(batch, self._model.limits, soft=True)
+        check_values(values_K[None], self._limits)
+        batch = check_batch(batch, self._limits, soft=True)
         found = []
         with self._lock, np.errstate(all="ignore"):
-            for joined in join_sequences(batch, min(self._max_tokens, _FEW_TOKENS)):
+            for joined in join_sequences(batch, min(self._max_tokens, _FEW_TOKENS), self._first):
                 ((_, states_1RH),) = self._states(np.ascontiguousarray(values_K)[None], joined)
                 for state_H in states_1RH[0]:
                     logit_D = self._model.head.logits(state_H[None])[0].astype(np.float64)
@@ -171,9 +174,11 @@ class LightEngine:
 
     def gradient(self, values_K: Array, batch: Batch) -> tuple[float, Array]:
         """Return the mean loss and its gradient. This is about three times the work of a loss, for any k."""
-        check_values(values_K[None], self._model.limits)
+        if self._after is not None:
+            raise InputError("The engine computes no gradients of rows that follow stored keys and values.")
+        check_values(values_K[None], self._limits)
         values_K = np.ascontiguousarray(values_K)
-        batch = check_batch(batch, self._model.limits, soft=True)
+        batch = check_batch(batch, self._limits, soft=True)
         targets, tokens = int(batch.target_BT.sum()), int(batch.attention_BT.sum())
         loss_sum, gradient_K = 0.0, np.zeros(self.k, np.float32)
         with self._lock, np.errstate(all="ignore"):
@@ -189,28 +194,57 @@ class LightEngine:
         return loss_sum / targets, gradient_K / np.float32(targets)
 
     def generate(
-        self, values_K: Array, prompt_ids: NDArray[np.int64], sampling: TokenSampling
+        self,
+        values_K: Array,
+        prompt_ids: NDArray[np.int64],
+        sampling: TokenSampling,
+        keep: Callable[[KeyValues], None] | None = None,
     ) -> Iterator[int]:
         """Yield new token ids one by one, with a key-value cache."""
-        check_values(values_K[None], self._model.limits)
-        check_prompt(prompt_ids, self._model.limits)
-        room = new_tokens(sampling, len(prompt_ids), self._model.limits.positions)
+        check_values(values_K[None], self._limits)
+        check_prompt(prompt_ids, self._limits)
+        room = new_tokens(sampling, len(prompt_ids), self._limits.positions)
         # Copy the arrays, because the generator runs later, when the caller may have changed them.
-        run = TextPass(self._exact, self._model, values_K.copy(), len(prompt_ids) + room)
+        run = TextPass(self._exact, self._model, values_K.copy(), len(prompt_ids) + room, self._after)
 
         def next_logits(ids: NDArray[np.int64]) -> Array:
             # The lock is taken for each token, so a consumer that pauses does not block other callers.
             with self._lock:
                 return run.next_logits(ids)
 
-        return generate_tokens(next_logits, prompt_ids.copy(), sampling, room)
+        ids = generate_tokens(next_logits, prompt_ids.copy(), sampling, room)
+        return ids if keep is None else _kept(ids, run, keep)
+
+    def read(self, values_K: Array, ids: NDArray[np.int64]) -> KeyValues:
+        """Return the keys and values of a text."""
+        check_values(values_K[None], self._limits)
+        check_prompt(ids, self._limits)
+        run = TextPass(self._exact, self._model, values_K, len(ids), self._after)
+        with self._lock:
+            run.next_logits(ids)
+        return run.key_values()
+
+    def after(self, known: KeyValues) -> "LightEngine":
+        """Return an engine for texts that begin with the tokens of `known`."""
+        model, shape = self._model, self._model.architecture
+        check_key_values(known, model.limits, (len(model.layers), shape.kv_heads, shape.head))
+        # The new engine shares everything but the beginning: weights, work memory and the lock.
+        engine = copy.copy(self)
+        engine._after, engine._limits = known, model.limits.after(len(known))
+        return engine
+
+    @property
+    def _first(self) -> int:
+        """Return the position of the first token of a row."""
+        return 0 if self._after is None else len(self._after)
 
     def _token_losses(self, values_VK: Array, batch: Batch) -> Array:
         """Return the losses [V, R] of a checked batch, computed in parts of at most `max_tokens`."""
         rows = max(self._max_tokens // len(values_VK), min(_FEW_TOKENS, self._max_tokens))
         with self._lock, np.errstate(all="ignore"):
             return np.concatenate(
-                [self._part_losses(values_VK, joined) for joined in join_sequences(batch, rows)], axis=1
+                [self._part_losses(values_VK, joined) for joined in join_sequences(batch, rows, self._first)],
+                axis=1,
             )
 
     def _part_losses(self, values_VK: Array, joined: JoinedSequences) -> Array:
@@ -234,7 +268,7 @@ class LightEngine:
         """
         room = min(max(1, self._max_tokens // len(joined.id_M)), len(values_VK))
         x_GMH = self._residual(room, joined, self._tools)
-        run = _VariantsPass(self._tools, self._model, self._workspace, joined, x_GMH)
+        run = _VariantsPass(self._tools, self._model, self._workspace, joined, x_GMH, self._after)
         for groups, found_GMH in run_variants(run, values_VK, self._model.spans, x_GMH[:1], room=room):
             yield groups, finish(run, self._model, self._before_targets(found_GMH, joined))
         self._layer_passes += run.layer_passes
@@ -254,13 +288,13 @@ class LightEngine:
             def compute(index: int = index) -> Array:
                 return self._below_mask(joined.only(index), tools)
 
-            x_GMH[0, part] = self._lower_states.of(joined.id_M[part], tools.int8, compute)
+            x_GMH[0, part] = self._lower_states.of(joined.id_M[part], tools.int8, self._after, compute)
         return x_GMH
 
     def _below_mask(self, joined: JoinedSequences, tools: Tools) -> Array:
         """Return the hidden states [M, H] after the layers below all trained values."""
         x_1MH = self._model.embed(joined.id_M, joined.position_M)[None]
-        run = LossPass(tools, self._model.architecture, self._workspace, joined)
+        run = LossPass(tools, self._model.architecture, self._workspace, joined, self._after)
         # Layers below the mask have no trained values, so run one group with an empty vector of values.
         run.set_values(np.empty((1, 0), np.float32))
         for layer in self._model.layers[: self._model.first_masked]:
@@ -276,13 +310,27 @@ class LightEngine:
         return np.take(x_GMH, joined.state_R, axis=1, out=self._workspace.take("normed", shape), mode="clip")
 
 
+def _kept(ids: Iterator[int], run: TextPass, keep: Callable[[KeyValues], None]) -> Iterator[int]:
+    """Yield the new tokens. Then, or when the caller stops, hand out the keys and values."""
+    try:
+        yield from ids
+    finally:
+        keep(run.key_values())
+
+
 class _VariantsPass(LossPass):
     """A `DecoderPass` (see `permille.engines.variants`) in work memory with room for several groups."""
 
     def __init__(
-        self, tools: Tools, model: LightModel, workspace: Workspace, joined: JoinedSequences, room_GMH: Array
+        self,
+        tools: Tools,
+        model: LightModel,
+        workspace: Workspace,
+        joined: JoinedSequences,
+        room_GMH: Array,
+        after: KeyValues | None,
     ) -> None:
-        super().__init__(tools, model.architecture, workspace, joined)
+        super().__init__(tools, model.architecture, workspace, joined, after)
         self._model, self._room_GMH = model, room_GMH
         self.layer_passes = 0
 

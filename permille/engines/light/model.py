@@ -41,9 +41,10 @@ class Norm:
 class LightLayer:
     """A decoder layer. It has either `fused`, or `query`, `key` and `value`.
 
-    `gate` and the norms are None if the model family has none.
+    `number` counts from 0, from the embedding on. `gate` and the norms are None if the model family has none.
     """
 
+    number: int
     settings: LayerSettings
     scores: AttentionScores
     fused: LightLinear | None
@@ -135,10 +136,7 @@ def load_model(package: Package, tools: Tools) -> LightModel:
         project_in_HE=parts.plain("model.decoder.project_in.weight"),
         project_out_EH=parts.plain("model.decoder.project_out.weight"),
         hidden=int(package.config["hidden_size"]),
-        layers=tuple(
-            _layer(parts, settings, f"{architecture.prefix}.{index}.")
-            for index, settings in enumerate(architecture.layers)
-        ),
+        layers=tuple(_layer(parts, settings, index) for index, settings in enumerate(architecture.layers)),
         final_norm=parts.norm("", architecture.final_norm, scale=architecture.logits_scale),
         head=LightHead(tools, head, architecture.final_softcap),
         limits=ModelLimits(
@@ -151,8 +149,8 @@ def load_model(package: Package, tools: Tools) -> LightModel:
     )
 
 
-def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
-    names = parts.architecture.names
+def _layer(parts: "_Parts", settings: LayerSettings, number: int) -> LightLayer:
+    names, prefix = parts.architecture.names, f"{parts.architecture.prefix}.{number}."
 
     def optional(leaf: str | None) -> LightLinear | None:
         return None if leaf is None else parts.linear(prefix + leaf)
@@ -167,6 +165,7 @@ def _layer(parts: "_Parts", settings: LayerSettings, prefix: str) -> LightLayer:
         gate, up = parts.stacked(prefix + names.up, (1, 1))
         fused = None
     return LightLayer(
+        number=number,
         settings=settings,
         scores=AttentionScores(about.attention_scale, settings.window, about.attention_softcap),
         fused=fused,

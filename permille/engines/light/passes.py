@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.engines.key_values import KeyValues
 from permille.engines.light import layers as numbers
 from permille.engines.light.linear import Inputs, LightLinear, Tools
 from permille.engines.light.model import LightLayer, LightModel, Norm
@@ -58,13 +59,20 @@ class LossPass:
     """A pass of groups of variants through decoder layers."""
 
     def __init__(
-        self, tools: Tools, architecture: Architecture, workspace: Workspace, joined: JoinedSequences
+        self,
+        tools: Tools,
+        architecture: Architecture,
+        workspace: Workspace,
+        joined: JoinedSequences,
+        after: KeyValues | None = None,
     ) -> None:
+        """Prepare a pass. Each sequence continues a text whose keys and values are `after`."""
         self._values_GK = np.empty((0, 0), np.float32)
         self._tools = tools
         self.architecture = architecture
         self._workspace = workspace
         self._joined = joined
+        self._after = after
         self._tables: dict[int, tuple[Array, Array]] = {}
 
     def buffers(self, name: str, x_GMK: Array, *widths: int) -> list[Array]:
@@ -180,7 +188,11 @@ class LossPass:
 
         def sequence(task: tuple[int, slice]) -> None:
             state, rows = task
-            numbers.attention(q[state, rows], k[state, rows], v[state, rows], layer.scores, out[state, rows])
+            seen = k[state, rows], v[state, rows]
+            if self._after is not None:
+                before = self._after.layers[layer.number]
+                seen = np.concatenate([before[0], seen[0]]), np.concatenate([before[1], seen[1]])
+            numbers.attention(q[state, rows], *seen, layer.scores, out[state, rows])
 
         # Each sequence is a task of its own, because tokens do not attend across sequences.
         tasks = [(state, rows) for state in range(len(q)) for rows in self._joined.sequences]

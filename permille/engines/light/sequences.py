@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.engines.key_values import KeyValues
 from permille.zo.estimators import Batch, SoftTargets
 
 Array = NDArray[np.float32]
@@ -21,7 +22,7 @@ class JoinedSequences:
 
     Attributes:
         id_M: token ids, int64, one sequence after the other.
-        position_M: each token's position in its sequence.
+        position_M: each token's position in its text.
         sequences: the range of each sequence in `id_M`.
         state_R: the index in `id_M` of the token before each target, row-major in the batch.
         target_R: the target tokens.
@@ -49,7 +50,9 @@ class JoinedSequences:
 
 
 class LowerLayerStates:
-    """Cache of the hidden states [T, H] below the first masked layer. The key is a sequence's tokens.
+    """Cache of the hidden states [T, H] below the first masked layer.
+
+    The key is a sequence's tokens, and the keys and values that they follow.
 
     With `--scope layers:11-`, for example, the layers below layer 11 have no trained values. In these layers,
     a sequence has the same hidden states for all variants, in every step and epoch. If only the upper half of
@@ -63,12 +66,14 @@ class LowerLayerStates:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._held_bytes = 0
-        self._states: dict[tuple[bytes, bool], Array] = {}
+        self._states: dict[tuple[bytes, bool, KeyValues | None], Array] = {}
 
-    def of(self, id_T: NDArray[np.int64], int8: bool, compute: Callable[[], Array]) -> Array:
+    def of(
+        self, id_T: NDArray[np.int64], int8: bool, after: KeyValues | None, compute: Callable[[], Array]
+    ) -> Array:
         """Return the states of a sequence from the cache, or compute and store them."""
         # 8-bit inputs and float32 inputs give different states, so they are stored separately.
-        key = (id_T.tobytes(), int8)
+        key = (id_T.tobytes(), int8, after)
         found = self._states.get(key)
         if found is None:
             found = compute()
@@ -78,8 +83,11 @@ class LowerLayerStates:
         return found
 
 
-def join_sequences(batch: Batch, most_tokens: int) -> Iterator[JoinedSequences]:
-    """Divide a batch into parts of at most `most_tokens` tokens. A longer sequence is a part of its own."""
+def join_sequences(batch: Batch, most_tokens: int, first: int = 0) -> Iterator[JoinedSequences]:
+    """Divide a batch into parts of at most `most_tokens` tokens. A longer sequence is a part of its own.
+
+    The first token of each sequence is at position `first`.
+    """
     length_B = _needed(batch.target_BT)
     stop_B = np.cumsum(batch.target_BT.sum(axis=1))  # the number of targets up to and including each row
     rows: list[int] = []
@@ -87,11 +95,11 @@ def join_sequences(batch: Batch, most_tokens: int) -> Iterator[JoinedSequences]:
     for row in np.flatnonzero(length_B).tolist():
         length = int(length_B[row])
         if rows and tokens + length > most_tokens:
-            yield _joined(batch, rows, length_B, stop_B)
+            yield _joined(batch, rows, length_B, stop_B, first)
             rows, tokens = [], 0
         rows.append(row)
         tokens += length
-    yield _joined(batch, rows, length_B, stop_B)
+    yield _joined(batch, rows, length_B, stop_B, first)
 
 
 def _needed(target_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -102,7 +110,7 @@ def _needed(target_BT: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def _joined(
-    batch: Batch, rows: list[int], length_B: NDArray[np.int64], stop_B: NDArray[np.int64]
+    batch: Batch, rows: list[int], length_B: NDArray[np.int64], stop_B: NDArray[np.int64], first: int
 ) -> JoinedSequences:
     length_R = length_B[rows]
     stops = np.cumsum(length_R)
@@ -113,7 +121,7 @@ def _joined(
     soft = None if batch.soft is None else batch.soft.rows(slice(last - len(row_R), last))
     return JoinedSequences(
         id_M=np.concatenate([batch.input_ids_BT[row, : length_B[row]] for row in rows]),
-        position_M=np.concatenate([np.arange(length) for length in length_R]),
+        position_M=np.concatenate([np.arange(first, first + length) for length in length_R]),
         sequences=tuple(
             slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
         ),
