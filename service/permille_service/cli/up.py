@@ -28,7 +28,7 @@ from permille.files import make_private, write_atomic
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.settings import Settings, local_url
 
-START_S = 60.0
+START_S = 300.0  # an end of the process is noticed at once, so only a slow machine waits
 STOP_S = 30.0
 POLL_S = 0.1
 STEADY_S = 60.0

@@ -21,7 +21,7 @@ from typing import IO, Any
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.up import end_with_parent, stop
 
-START_S = 90.0
+START_S = 330.0  # longer than `permille up` waits for its API
 STOP_S = 60.0
 DRAIN_S = "1"
 """Seconds that running jobs get when the service stops.
