@@ -102,7 +102,7 @@ def _facts_of_gguf(path: Path) -> Mapping[str, Any]:
         return json.dumps(documents[name]).encode() if name in documents else None
 
     _check_template(path.name, read)
-    return _facts_of_config(model.config)
+    return _facts_of_config(model.config) | {"size_bytes": path.stat().st_size}
 
 
 def _check_template(name: str, read: ReadFile) -> None:

@@ -90,7 +90,7 @@ class Model(Closed):
     scoped_parameters: Count | None = Field(
         description="weights of the linear layers inside the decoder layers"
     )
-    size_bytes: Count | None
+    size_bytes: Count | None = Field(description="bytes of the weights in the folder, or of the GGUF file")
     created_at: Timestamp
 
 

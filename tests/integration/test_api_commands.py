@@ -87,6 +87,13 @@ def test_commands_make_list_and_show(up: Running) -> None:
     assert up.answer("builds", "show", job["id"])["package_digest"] is None
 
 
+def test_a_stream_without_a_network_is_told_at_once_with_the_text_that_is_included(up: Running) -> None:
+    added = up.permille("corpora", "add", "stream", "--streamed", "c4")  # tests run with HF_HUB_OFFLINE=1
+    assert added.returncode == 0
+    assert "the hub cannot be reached from here" in " ".join(added.stdout.split())
+    assert "corpus.jsonl.gz" in added.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

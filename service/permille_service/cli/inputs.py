@@ -11,6 +11,7 @@ from permille_service.cli.commands import AsJson, Key, add_deletion, add_list, a
 from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.output import make_output
 from permille_service.cli.session import Session
+from permille_service.personal.public_text import included_corpus, reaches_hub
 
 models = typer.Typer(no_args_is_help=True, help="Register base models.")
 corpora = typer.Typer(no_args_is_help=True, help="Register public text.")
@@ -119,6 +120,12 @@ def add_corpus(
         "/v1/corpora", {"name": name, "source": source}, key=key, timeout_s=READ_FILE_S
     )
     session.output.show(added)
+    # The workers may have another network, so this is no reason to refuse.
+    if streamed is not None and not reaches_hub():
+        session.output.say(
+            "note: the hub cannot be reached from here. If your workers cannot reach it either, put a public "
+            f"text below the corpus root, such as the included {included_corpus()}, and add it with --file."
+        )
     session.output.say_next(f"permille builds create --model MODEL --corpus {name}")
 
 

@@ -26,7 +26,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 from filelock import FileLock, Timeout
 
@@ -40,10 +39,9 @@ from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.output import make_output
 from permille_service.cli.session import GlobalOptions
 from permille_service.personal.programs import Programs
+from permille_service.personal.public_text import included_corpus, reaches_hub
 
 NAME = "personal"
-HUB = "https://huggingface.co/api/datasets/allenai/c4"
-HUB_TIMEOUT_S = 5.0
 MASK = ("--sequences", "32", "--length", "256")
 """Fewer and shorter sequences than a build uses by default, so that the mask takes minutes on a laptop."""
 LEAST_BYTES = 1_000
@@ -568,7 +566,7 @@ def _add_corpus(request: Request, programs: Programs, texts: Path) -> str:
     known = programs.permille("corpora", "list")
     if known:
         return "the same text as before"
-    if request.corpus is None and _reaches_hub():
+    if request.corpus is None and reaches_hub():
         programs.permille("corpora", "add", "corpus", "--streamed", "c4")
         return "C4, streamed from the hub (--corpus FILE takes another)"
     given = request.corpus or included_corpus()
@@ -578,32 +576,6 @@ def _add_corpus(request: Request, programs: Programs, texts: Path) -> str:
     if request.corpus is not None:
         return str(request.corpus)
     return "the small text that is included, since the hub cannot be reached; C4 is better (--corpus FILE)"
-
-
-def _reaches_hub() -> bool:
-    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        return False
-    try:
-        # Check the hub now, because the job would retry for minutes before it fails.
-        return httpx.head(HUB, timeout=HUB_TIMEOUT_S, follow_redirects=True).is_success
-    except httpx.HTTPError:
-        return False
-
-
-def included_corpus() -> Path:
-    """Return the path of the public text, in the installed package or in the examples of a checkout.
-
-    Raises:
-        CommandError: there is no such text.
-    """
-    places = (
-        Path(__file__).with_name("corpus.jsonl.gz"),
-        Path(__file__).parents[3] / "examples" / "corpus.jsonl.gz",
-    )
-    for place in places:
-        if place.is_file():
-            return place
-    raise CommandError("This installation has no public text. Name one with --corpus FILE.", Exit.USAGE)
 
 
 def _linked(source: Path, place: Path) -> Path:

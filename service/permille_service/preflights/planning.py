@@ -145,7 +145,9 @@ class _Planner:
             return NOTHING
         with as_conflicts():
             request.plan().check(model.config)
-        model_bytes = model.size_bytes or sizes.parameters * FLOAT_BYTES
+        # Jobs decode a GGUF file to a folder of float32 values.
+        size_bytes = None if model.source["kind"] == "gguf" else model.size_bytes
+        model_bytes = size_bytes or sizes.parameters * FLOAT_BYTES
         return sparsification_needs(sizes, request, model_bytes=model_bytes)
 
     def _mask(self, mask: FisherMask | WeightMask, model_id: str) -> Needs:

@@ -47,5 +47,6 @@ def test_an_empty_template_is_none(file: GGUFReader, tmp_path: Path, template: s
     path = rewritten(file, tmp_path / "fine.gguf", {}, {"tokenizer.chat_template": template})
     folder = write_model(tmp_path / "fine")
     (folder / "chat_template.jinja").write_text(template)
+    assert read_facts(HeadKind.GGUF, path)["size_bytes"] == path.stat().st_size
     assert read_facts(HeadKind.GGUF, path)["family"] == read_facts(HeadKind.FOLDER, folder)["family"]
     assert chat_template(GgufFile(path)) == (template if template.strip() else None)

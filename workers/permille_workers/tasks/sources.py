@@ -117,7 +117,7 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
             "Restore the files, or register the folder as another model."
         )
     if row.digest is None:
-        facts = model_facts(checkpoint, digest)
+        facts = model_facts(checkpoint, digest, size_bytes=gguf.stat().st_size if gguf else None)
         with context.db.write() as session:
             inputs.record_facts(session, tenant_id=tenant_id, model_id=model_id, facts=facts)
     return SourceModel(
@@ -203,12 +203,18 @@ def _locate(context: TaskContext, source: AnyModel, root: Path) -> tuple[Path, d
             return modern_folder(folder, root), entry, None
 
 
-def model_facts(checkpoint: Checkpoint, digest: str) -> ModelFacts:
-    """Return the facts about a model that the database stores."""
+def model_facts(checkpoint: Checkpoint, digest: str, *, size_bytes: int | None = None) -> ModelFacts:
+    """Return the facts about a model that the database stores.
+
+    Args:
+        checkpoint: the model.
+        digest: digest of its weights.
+        size_bytes: size of the file that the checkpoint was decoded from. None: it is the model itself.
+    """
     return ModelFacts(
         family=checkpoint.family.value,
         config=dict(checkpoint.config),
-        size_bytes=checkpoint.size_bytes,
+        size_bytes=checkpoint.size_bytes if size_bytes is None else size_bytes,
         parameter_count=checkpoint.parameters,
         scoped_parameter_count=sum(
             rows * columns for _, (rows, columns) in scoped_tensors(checkpoint.config)
