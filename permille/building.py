@@ -4,8 +4,8 @@
     mask = permille.sensitivity_mask(model, public_texts)
     package = permille.build_package(model, mask, "packages", texts=public_texts)
 
-The calls do what the service's jobs do, in one process and without a service. Import them from
-`permille`.
+The calls take the steps of `permille.pipeline`, as the service's jobs do, but in one process. Import
+them from `permille`.
 """
 
 import tempfile
@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from permille.choices import Embeddings, MaskMethod, choice_of
+from permille.choices import Embeddings, choice_of
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.conversion import modern_folder
@@ -26,8 +23,12 @@ from permille.models.gguf.folder import model_folder
 from permille.models.settings import within_positions
 from permille.models.sources import download_model
 from permille.package.blobs import BlobFolder
-from permille.package.build import ChosenAdapter, ChosenMask, pack_model, write_manifest
+from permille.package.build import ChosenAdapter, ChosenMask, coded_tensors, write_weights
+from permille.package.manifest import Quantization
 from permille.package.reader import Package
+from permille.pipeline.draw import Corpus, Sampling
+from permille.pipeline.pack import pack, reference_sampling
+from permille.quantization import default_group_size
 from permille.quantization.types import Scheme
 
 if TYPE_CHECKING:
@@ -133,23 +134,20 @@ def sensitivity_mask(
         InputError: the text is too short, or a number is out of range.
     """
     _check_model(model)
-    from permille.corpora.sequences import token_sequences
-    from permille.models import loading
-    from permille.sensitivity.base_check import check_base, remarks
-    from permille.sensitivity.fisher import fisher_scores
-    from permille.sensitivity.masks import count, select_mask
+    from permille.models.loading import FileTokenizer
+    from permille.pipeline.score import Scoring
+    from permille.pipeline.select import MaskChoice, select
+    from permille.sensitivity.masks import count
 
     count(density, 1)  # refuses a wrong density before scoring, which takes minutes
     checkpoint = Checkpoint(model.folder)
     length = within_positions(checkpoint.config, tokens)
-    tokenizer, opened = loading.FileTokenizer(model.folder), loading.load_model(model.folder)
-    sequences_NT = token_sequences(tokenizer, _checked(texts), sequences, length, seed)
-    for remark in remarks(check_base(opened, sequences_NT, bos=tokenizer.known_bos)):
+    sampling = Sampling(number=sequences, length=length, seed=seed)
+    drawn = _corpus(texts).draw(FileTokenizer(model.folder), sampling)
+    scoring = Scoring(checkpoint=checkpoint, drawn=drawn)
+    for remark in scoring.base()["remarks"]:
         warnings.warn(remark, stacklevel=2)
-    scores = fisher_scores(opened, sequences_NT)
-    # Zeros of a sparse model stay zeros, as in the service's masks.
-    indices = select_mask(scores, MaskMethod.FISHER, density, weights=checkpoint.weights())
-    return ChosenMask(indices=indices, method=MaskMethod.FISHER, density=density)
+    return select(checkpoint, MaskChoice(density=density), scoring.scores())
 
 
 def build_package(
@@ -193,35 +191,16 @@ def build_package(
     embeddings = choice_of(Embeddings, embeddings, "embeddings")
     checkpoint = Checkpoint(model.folder)
     # Read the texts first, because quantizing a large model takes minutes.
-    text_NT = None if texts is None else _reference_rows(checkpoint, texts)
+    text = None
+    if texts is not None:
+        from permille.models.loading import FileTokenizer
+
+        text = _corpus(texts).draw(FileTokenizer(model.folder), reference_sampling(checkpoint.config))
     blobs = BlobFolder(Path(folder).expanduser())
     blobs.root.mkdir(parents=True, exist_ok=True)
-    digest = pack_model(blobs, checkpoint, trained, scheme, embeddings=embeddings)
-    return _with_reference(Package.open(blobs, digest), model, text_NT)
-
-
-def _reference_rows(checkpoint: Checkpoint, texts: Iterable[str]) -> NDArray[np.int64]:
-    from permille.corpora.sequences import token_sequences
-    from permille.models.loading import FileTokenizer
-    from permille.training.reference import REFERENCE_SEED, TEXT_ROWS, TEXT_TOKENS
-
-    length = within_positions(checkpoint.config, TEXT_TOKENS)
-    tokenizer = FileTokenizer(checkpoint.folder)
-    # Use a fixed seed, so that the same texts give the same package.
-    return token_sequences(tokenizer, _checked(texts), TEXT_ROWS, length, REFERENCE_SEED)
-
-
-def _with_reference(package: Package, model: Model, text_NT: NDArray[np.int64] | None) -> Package:
-    from permille.models.loading import FileChat
-    from permille.training.reference import TEXT_TOKENS, make_reference
-
-    chat = FileChat.find(model.folder)
-    if chat is None and text_NT is None:
-        return package
-    if text_NT is None:
-        text_NT = np.empty((0, TEXT_TOKENS), np.int64)
-    manifest = make_reference(package, text_NT=text_NT, chat=chat, made={})
-    return Package.open(package.blobs, write_manifest(package.blobs, manifest))
+    how = Quantization(name=scheme, group_size=default_group_size(scheme))
+    layers = write_weights(blobs, checkpoint, coded_tensors(checkpoint, how), how, embeddings)
+    return pack(blobs, checkpoint, trained, layers, how, text=text)
 
 
 def _saved(model: Any, tokenizer: Any) -> Model:
@@ -241,6 +220,10 @@ def _saved(model: Any, tokenizer: Any) -> Model:
 def _check_model(model: Model) -> None:
     if not isinstance(model, Model):
         raise InputError(f"Pass a model from `permille.load_model`, not {type(model).__name__}.")
+
+
+def _corpus(texts: Iterable[str]) -> Corpus:
+    return Corpus(texts=lambda _: _checked(texts))
 
 
 def _checked(texts: Iterable[str]) -> Iterator[str]:

@@ -45,6 +45,7 @@ from permille.quantization.tables import code_table
 from permille.quantization.types import QuantizedTensor, Scheme
 from permille.tensors import RawTensor
 
+Coded = Iterator[tuple[str, QuantizedTensor]]
 _Trainable = tuple[MaskInfo | AdapterInfo, tuple[TensorInfo, ...], list[Layer]]
 _NONE = np.empty(0, np.uint32)
 
@@ -123,27 +124,34 @@ def pack_model(
         digest = pack_model(BlobFolder(Path("blobs")), model, mask, Scheme.NF4)
     """
     size = default_group_size(scheme) if group_size is None else group_size
-    scoped = [name for name, _ in scoped_tensors(model.config)]
     how = Quantization(name=scheme, group_size=size)
-
-    def coded(name: str) -> QuantizedTensor:
-        if codes is not None:
-            return codes(name)
-        return code(model.raw(name).float32(), how, name=name)
-
-    # Use a generator, so that one weight is in memory at a time.
-    quantized = ((name, coded(name)) for name in scoped)
-    layers = (write_dense(blobs, quantized, how), write_plain(blobs, plain_tensors(model, embeddings)))
+    layers = write_weights(blobs, model, coded_tensors(model, how, codes), how, embeddings)
     return write_package(blobs, model, chosen, layers, how, provenance=provenance).digest
 
 
-def code(w_NK: NDArray[np.float32], how: Quantization, *, name: str) -> QuantizedTensor:
-    """Quantize one weight matrix.
+def coded_tensors(
+    model: SourceModel, how: Quantization, codes: Callable[[str], QuantizedTensor] | None = None
+) -> Coded:
+    """Yield the codes of all linear layers, in the model's order. One weight is in memory at a time.
+
+    Args:
+        codes: as for `pack_model`. None rounds the weights to the nearest codes.
 
     Raises:
         InputError: as for `quantize`.
     """
-    return quantize(w_NK, how.name, how.group_size, name=name)
+    for name, _ in scoped_tensors(model.config):
+        if codes is not None:
+            yield name, codes(name)
+        else:
+            yield name, quantize(model.raw(name).float32(), how.name, how.group_size, name=name)
+
+
+def write_weights(
+    blobs: BlobFolder, model: SourceModel, coded: Coded, how: Quantization, embeddings: Embeddings
+) -> tuple[Layer, Layer]:
+    """Write the dense layer with the codes, and the plain layer with all other tensors."""
+    return write_dense(blobs, coded, how), write_plain(blobs, plain_tensors(model, embeddings))
 
 
 def write_package(

@@ -273,7 +273,7 @@ def warm(path: str) -> int:
 
     for kind in TASKS:
         importlib.import_module(f"permille_workers.tasks.{kind}")
-    importlib.import_module("permille_workers.tasks.compute")
+    importlib.import_module("permille.pipeline.score")
     for name in (
         "permille.sensitivity.fisher",
         "permille.quantization.perplexity",

@@ -8,10 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 from permille.errors import OperatorError
+from permille.pipeline.score import Compute
 from permille.store.settings import explain
 from permille_service.settings import load
 from permille_workers.runtime.settings import WorkerSettings
-from permille_workers.tasks.compute import torch_device
 from tests.running_service import environment
 
 SHARED = ("database_url", "blob_root", "model_root", "corpus_root", "tenant_root", "work_root")
@@ -113,6 +113,7 @@ def test_a_malformed_device_is_refused_at_the_start(tmp_path: Path, device: str)
 
 def test_a_device_that_the_machine_lacks_is_refused_with_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert (str(torch_device("cpu")), str(torch_device("cuda:0"))) == ("cpu", "cuda:0")
+    for device in ("cpu", "cuda:0"):
+        assert str(Compute(device=device).torch_device) == device
     with pytest.raises(OperatorError, match=r"PERMILLE_DEVICE is cuda:1, but torch finds 1"):
-        torch_device("cuda:1")
+        _ = Compute(device="cuda:1").torch_device

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import permille
 from permille.choices import StreamedDataset
 from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import ReadReport, file_texts
@@ -58,6 +59,15 @@ def test_build_makes_a_package_that_a_stranger_accepts(bench: Bench) -> None:
     assert row.size_bytes == sum(bench.blobs.size(digest) for digest in blobs) == package.size_bytes
     with bench.db.read() as session:
         assert {blob.digest for blob in bench.blobs.entries()} == references(session)
+
+
+def test_a_notebook_makes_the_layers_of_a_build(bench: Bench, tmp_path: Path) -> None:
+    row = made_by(bench, JobKind.BUILD, build_request(bench))
+    texts = list(file_texts(bench.root / "corpora/rows.jsonl", ReadReport()))
+    model = permille.load_model(bench.root / "models/tiny")
+    mask = permille.sensitivity_mask(model, texts, density=0.01, sequences=6, tokens=32, seed=5)
+    package = permille.build_package(model, mask, tmp_path / "packages", texts=texts)
+    assert package.manifest.layers == manifest_of(bench, row).layers
 
 
 def test_a_job_whose_corpus_cannot_be_reached_opens_no_model(

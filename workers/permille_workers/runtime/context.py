@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
@@ -20,6 +21,9 @@ from permille.store.tables import Artifact
 from permille.telemetry import Outage
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.work_folders import shared_store
+
+if TYPE_CHECKING:
+    from permille.pipeline.score import Compute
 
 _log = logging.getLogger(__name__)
 Clock = Callable[[], float]
@@ -123,19 +127,13 @@ class TaskContext:
     work_folder: Path  # belongs to the job and survives attempts; checkpoints are stored here
     progress: Callable[[float, str], None]
 
-    def part(self, begin: float, end: float, what: str) -> Callable[[int, int], None]:
-        """Return a callback for a step of the job, which runs from the fraction `begin` to `end` of the job.
+    @property
+    def compute(self) -> "Compute":
+        """The use of torch that the settings name."""
+        from permille.pipeline.score import Compute  # imports torch, which a replay does not need
 
-        The callback gets the work that is done and the total. Its message is `what done/total`.
-
-        Example:
-            fisher_scores(model, tokens_NT, scope, progress=context.part(0.05, 0.9, "fisher"))
-        """
-
-        def report(done: int, total: int) -> None:
-            self.progress(begin + (end - begin) * done / total, f"{what} {done}/{total}")
-
-        return report
+        settings = self.settings
+        return Compute(device=settings.device, dtype=settings.dtype, memory_bytes=settings.memory_bytes)
 
     def artifact(self, kind: JobKind, key: str) -> Artifact:
         """Read a result of an earlier job of the tenant. Raises NotFoundError."""

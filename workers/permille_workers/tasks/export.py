@@ -3,10 +3,10 @@
 from permille.errors import InputError
 from permille.models.settings import within_positions
 from permille.package.build import write_manifest
+from permille.pipeline.inputs import versions
 from permille.schemas.packages import ExportCreate
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import open_parent, publishes_package
-from permille_workers.tasks.sources import versions
 
 
 def run(context: TaskContext, request: ExportCreate) -> Publish:

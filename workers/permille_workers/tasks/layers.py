@@ -12,6 +12,7 @@ from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest, Quantization
 from permille.package.reader import Package
 from permille.package.safetensors_io import SafetensorsFile
+from permille.pipeline.inputs import Made
 from permille.quantization.types import Scheme
 from permille.schemas.jobs import JobKind
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
@@ -31,6 +32,22 @@ def publishes(context: TaskContext, made: TaskResult) -> Publish:
         return artifacts.key_of(artifacts.add(session, job=context.claim, made=made))
 
     return publish
+
+
+def publishes_made(context: TaskContext, model_id: str, made: Made) -> Publish:
+    """Store the report of a step, and return a function that adds its layers as an artifact.
+
+    The function runs in the transaction that ends the job.
+    """
+    k = made.report.get("k")
+    result = TaskResult(
+        model_id=model_id,
+        digest=made.layers[0].digest,
+        k=k if isinstance(k, int) else None,
+        provenance=made.provenance,
+        blobs=(*map(blob_of_layer, made.layers), report_blob(context.blobs, made.report)),
+    )
+    return publishes(context, result)
 
 
 def publishes_package(context: TaskContext, model_id: str, manifest: Manifest) -> Publish:

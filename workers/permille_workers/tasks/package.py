@@ -1,39 +1,24 @@
-"""The package job: combine a quantization of a model with a mask or an adapter.
-
-The package holds the codes, the values of the selected weights, the model's files, and a reference. The
-reference has rows of public text and answers of the base model. With its rows, a device keeps a trained model
-close to the base model, and measures what the training costs on general text. Before the package is recorded
-in the database, it is read and verified in the same way as on a device.
-"""
+"""The package job: combine a quantization of a model with a mask or an adapter."""
 
 from typing import cast
 
-import numpy as np
-
 from permille.digests import JSON
 from permille.errors import InputError
-from permille.models.settings import within_positions
-from permille.package.build import ChosenAdapter, ChosenMask, write_layers, write_manifest
+from permille.models.checkpoint import Checkpoint
+from permille.package.build import ChosenAdapter, ChosenMask
 from permille.package.limits import Role
-from permille.package.manifest import Manifest
-from permille.package.reader import Package, verify_package
+from permille.pipeline.draw import Drawn
+from permille.pipeline.inputs import versions
+from permille.pipeline.pack import pack, reference_sampling
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
 from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
 from permille.schemas.packages import PackageCreate
 from permille.schemas.quantizations import QuantizationCreate
 from permille.store.tables import Artifact
-from permille.training.reference import REFERENCE_SEED, TEXT_ROWS, TEXT_TOKENS, make_reference
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import layer_of, publishes_package, quantization_of, read_mask
-from permille_workers.tasks.sources import (
-    Sampling,
-    SourceModel,
-    evaluation_sequences,
-    open_corpus,
-    open_model,
-    versions,
-)
+from permille_workers.tasks.sources import open_corpus, open_model
 
 
 def run(context: TaskContext, request: PackageCreate) -> Publish:
@@ -54,30 +39,23 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
                 f"The parts belong to different models: {part.id} was made from {part.provenance['model']}, "
                 f"not from {model.provenance}."
             )
-    chosen = _adapter(request) if mask_row is None else _mask(context, mask_row)
-    context.progress(0.2, "writing the layers")
     coded: QuantizationCreate = parse_request(JobKind.QUANTIZATION, quantization.request)
-    manifest = write_layers(
+    origins = {"mask": mask_row and mask_row.provenance, "quantization": quantization.provenance}
+    if request.adapter is not None:
+        origins["adapter"] = request.adapter.model_dump(mode="json")
+    package = pack(
         context.blobs,
         model.checkpoint,
-        chosen,
+        _adapter(request) if mask_row is None else _mask(context, mask_row),
         (layer_of(quantization, Role.DENSE), layer_of(quantization, Role.PLAIN)),
         quantization_of(coded.options),
-        provenance=cast(
-            "dict[str, JSON]",
-            {
-                **({} if mask_row is None else {"mask": mask_row.provenance}),
-                **({} if request.adapter is None else {"adapter": request.adapter.model_dump(mode="json")}),
-                "quantization": quantization.provenance,
-            },
-        ),
+        text=_text(context, model.checkpoint, _corpus_of(mask_row, coded)),
+        provenance=cast("dict[str, JSON]", {name: origin for name, origin in origins.items() if origin}),
+        made=versions("tokenizers"),
+        threads=context.settings.threads,
+        progress=context.progress,
     )
-    context.progress(0.4, "asking the model for the reference")
-    manifest = _with_reference(context, model, manifest, _corpus_of(mask_row, coded))
-    write_manifest(context.blobs, manifest)
-    context.progress(0.8, "verifying")
-    verify_package(context.blobs, manifest.digest)
-    return publishes_package(context, quantization.model_id, manifest)
+    return publishes_package(context, quantization.model_id, package.manifest)
 
 
 def _corpus_of(mask_row: Artifact | None, coded: QuantizationCreate) -> str | None:
@@ -89,25 +67,14 @@ def _corpus_of(mask_row: Artifact | None, coded: QuantizationCreate) -> str | No
     return coded.evaluation_corpus_id
 
 
-def _with_reference(
-    context: TaskContext, model: SourceModel, manifest: Manifest, corpus_id: str | None
-) -> Manifest:
-    """Add a reference with rows of the corpus and chat answers. If there can be neither, add no reference."""
-    from permille.models.loading import FileChat, FileTokenizer
+def _text(context: TaskContext, checkpoint: Checkpoint, corpus_id: str | None) -> Drawn | None:
+    """Draw rows of the corpus for the reference."""
+    if corpus_id is None:
+        return None
+    from permille.models.loading import FileTokenizer
 
-    folder, made = model.checkpoint.folder, dict[str, JSON](versions("tokenizers"))
-    chat = FileChat.find(folder)
-    text_NT = np.empty((0, TEXT_TOKENS), np.int64)
-    if corpus_id is not None:
-        corpus = open_corpus(context, corpus_id)
-        length = within_positions(model.checkpoint.config, TEXT_TOKENS)
-        wanted = Sampling(number=TEXT_ROWS, length=length, seed=REFERENCE_SEED)
-        sequences, _ = evaluation_sequences(FileTokenizer(folder), corpus, wanted)
-        text_NT, made = sequences.tokens_NT, {**made, "corpus": corpus.provenance}
-    if chat is None and len(text_NT) < 2:
-        return manifest
-    package = Package(context.blobs, manifest)
-    return make_reference(package, text_NT=text_NT, chat=chat, made=made, threads=context.settings.threads)
+    corpus, wanted = open_corpus(context, corpus_id), reference_sampling(checkpoint.config)
+    return corpus.draw_held_out(FileTokenizer(checkpoint.folder), wanted)[0]
 
 
 def _mask(context: TaskContext, mask_row: Artifact) -> ChosenMask:

@@ -12,12 +12,14 @@ from permille.engines.interface import GradientEngine
 from permille.errors import InputError
 from permille.models.settings import within_positions
 from permille.package.manifest import decimal_text
+from permille.pipeline.draw import Sampling
+from permille.pipeline.inputs import part, versions
 from permille.schemas.packages import PoolingCreate
 from permille.tokenizer_files import SETTINGS_FILES
 from permille.training.pooling import PoolingPlan, pool, write_pooled
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import open_parent, publishes_package
-from permille_workers.tasks.sources import Sampling, open_corpus, versions
+from permille_workers.tasks.sources import open_corpus
 
 _TRAINED = 0.95  # the job's progress when the training has ended
 
@@ -40,7 +42,7 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
         (context.work_folder / name).write_bytes(package.file(name))
     length = within_positions(package.config, request.length)
     sampling = Sampling(number=request.sequences, length=length, seed=request.seed)
-    sequences = corpus.sequences(FileTokenizer(context.work_folder), sampling)
+    sequences = corpus.draw(FileTokenizer(context.work_folder), sampling)
     context.progress(0.02, "loading the package")
     settings = context.settings
     engine = cast("GradientEngine", open_engine(package, device=settings.device, threads=settings.threads))
@@ -51,7 +53,7 @@ def run(context: TaskContext, request: PoolingCreate) -> Publish:
         sequences.tokens_NT,
         PoolingPlan(steps=request.steps, batch_rows=request.rows, seed=request.seed),
         checkpoint=context.work_folder / "moments",
-        progress=context.part(0.03, _TRAINED, "step"),
+        progress=part(context.progress, 0.03, _TRAINED, "step"),
     )
     losses = f"{found.loss_base:.4f} -> {found.loss_pooled:.4f} nats per token"
     if not found.better:

@@ -4,17 +4,12 @@ The first job that reads a model stores the digest of its files. If the files ha
 refuses them. So the mask, the quantization and the values of a package come from the same weights.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 
-from permille.corpora.sequences import Tokenizer, token_sequences
 from permille.corpora.sources import ReadReport, file_texts
 from permille.corpora.streams import streamed_texts
 from permille.digests import JSON, digest_of_file
@@ -23,6 +18,8 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.conversion import modern_folder
 from permille.models.families import scoped_tensors
 from permille.models.sources import download_model, resolve_inside
+from permille.pipeline.draw import Corpus
+from permille.pipeline.inputs import SourceModel
 from permille.schemas.inputs import (
     CorpusSource,
     FileCorpus,
@@ -33,67 +30,14 @@ from permille.schemas.inputs import (
     StreamedCorpus,
 )
 from permille.schemas.jobs import JobKind
-from permille.store import inputs, rows
+from permille.store import inputs, rows, tables
 from permille.store.inputs import ModelFacts
-from permille.store.tables import Corpus, Model
-from permille.version import __version__
+from permille.store.tables import Model
 from permille_workers.runtime.context import TaskContext
 
 AnyModel = FolderModel | HubModel | GgufModel | SparsifiedModel
 _MODEL_SOURCE: TypeAdapter[AnyModel] = TypeAdapter(Annotated[AnyModel, Field(discriminator="kind")])
 _CORPUS_SOURCE: TypeAdapter[FileCorpus | StreamedCorpus] = TypeAdapter(CorpusSource)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceModel:
-    """A registered model whose files have been checked.
-
-    Attributes:
-        gguf: the GGUF file from which the checkpoint was made, or None.
-    """
-
-    id: str
-    checkpoint: Checkpoint
-    provenance: dict[str, JSON]
-    gguf: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """Choice of sequences from a corpus: their number, length and seed, and how many to skip first."""
-
-    number: int
-    length: int
-    seed: int
-    skip: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sequences:
-    """Token sequences [N, T] of a corpus, and a report on reading it: counts of rows and of bad rows."""
-
-    tokens_NT: NDArray[np.int64]
-    read: dict[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceCorpus:
-    """A registered corpus, with a function that reads its texts."""
-
-    texts: Callable[[ReadReport], Iterator[str]]
-    provenance: dict[str, JSON]
-
-    def sequences(self, tokenizer: Tokenizer, sampling: Sampling) -> Sequences:
-        """Draw sequences from the usable texts.
-
-        Raises:
-            InputError: there is too little text, too many rows are unusable, or the file is truncated.
-            RetryableError: the data set cannot be reached.
-        """
-        report = ReadReport()
-        asked = (sampling.number, sampling.length, sampling.seed)
-        tokens_NT = token_sequences(tokenizer, self.texts(report), *asked, skip=sampling.skip)
-        return Sequences(tokens_NT=tokens_NT, read=report.as_json())
 
 
 def open_model(context: TaskContext, model_id: str) -> SourceModel:
@@ -120,15 +64,10 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
         facts = model_facts(checkpoint, digest, size_bytes=gguf.stat().st_size if gguf else None)
         with context.db.write() as session:
             inputs.record_facts(session, tenant_id=tenant_id, model_id=model_id, facts=facts)
-    return SourceModel(
-        id=model_id,
-        checkpoint=checkpoint,
-        provenance={**provenance, "digest": digest},
-        gguf=gguf,
-    )
+    return SourceModel(checkpoint=checkpoint, provenance={**provenance, "digest": digest}, gguf=gguf)
 
 
-def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
+def open_corpus(context: TaskContext, corpus_id: str) -> Corpus:
     """Open a corpus.
 
     Raises:
@@ -137,17 +76,17 @@ def open_corpus(context: TaskContext, corpus_id: str) -> SourceCorpus:
     """
     tenant_id = context.claim.tenant_id
     with context.db.read() as session:
-        row = rows.get(session, Corpus, tenant_id=tenant_id, row_id=corpus_id)
+        row = rows.get(session, tables.Corpus, tenant_id=tenant_id, row_id=corpus_id)
         root = inputs.roots_of(session, context.settings, tenant_id=tenant_id).corpora
     source = _CORPUS_SOURCE.validate_python(row.source)
     if isinstance(source, FileCorpus):
         path = resolve_inside(root, source.path, what="file")
-        return SourceCorpus(
+        return Corpus(
             # Resolve the path again before each read. It may have become a link out of the root.
             texts=lambda report: file_texts(resolve_inside(root, source.path, what="file"), report),
             provenance={"kind": "file", "location": source.path, "digest": digest_of_file(path)},
         )
-    return SourceCorpus(
+    return Corpus(
         texts=partial(streamed_texts, source.dataset, source.split),
         provenance={"kind": "streamed", "location": source.dataset.value, "split": source.split},
     )
@@ -161,21 +100,10 @@ def reach_corpus(context: TaskContext, corpus_id: str) -> None:
         RetryableError: the data set cannot be reached.
     """
     with context.db.read() as session:
-        row = rows.get(session, Corpus, tenant_id=context.claim.tenant_id, row_id=corpus_id)
+        row = rows.get(session, tables.Corpus, tenant_id=context.claim.tenant_id, row_id=corpus_id)
     source = _CORPUS_SOURCE.validate_python(row.source)
     if isinstance(source, StreamedCorpus):
         next(streamed_texts(source.dataset, source.split, ReadReport()), None)
-
-
-def versions(*libraries: str) -> dict[str, JSON]:
-    """Return the versions of permille, NumPy and the named libraries.
-
-    Another version of one of these can change the bits of a result.
-    """
-    from importlib.metadata import version
-
-    found: dict[str, JSON] = {name: version(name) for name in sorted(libraries)}
-    return {**found, "permille": __version__, "numpy": np.__version__}
 
 
 def _locate(context: TaskContext, source: AnyModel, root: Path) -> tuple[Path, dict[str, JSON], Path | None]:
@@ -221,24 +149,3 @@ def model_facts(checkpoint: Checkpoint, digest: str, *, size_bytes: int | None =
         ),
         digest=digest,
     )
-
-
-def evaluation_sequences(
-    tokenizer: Tokenizer, corpus: SourceCorpus, wanted: Sampling
-) -> tuple[Sequences, bool]:
-    """Return sequences for evaluation, and whether they are held out.
-
-    They are held out if they come after the first `wanted.skip` sequences of the corpus, which the job may
-    have used. If the corpus is too small, halve the number of sequences. As a last resort, skip no sequences.
-    """
-    for skip in dict.fromkeys((wanted.skip, 0)):
-        number = wanted.number
-        while number >= 1:
-            sampling = Sampling(number=number, length=wanted.length, seed=wanted.seed, skip=skip)
-            try:
-                return corpus.sequences(tokenizer, sampling), skip >= wanted.skip
-            except InputError as exc:
-                shortest, number = exc, number // 2
-    raise InputError(
-        f"The evaluation corpus is too small. It must have at least {wanted.length} tokens: {shortest}"
-    ) from shortest

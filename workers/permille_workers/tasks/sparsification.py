@@ -25,6 +25,8 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.families import layer_of
 from permille.models.settings import within_positions
 from permille.package.manifest import decimal_text
+from permille.pipeline.draw import Sampling
+from permille.pipeline.inputs import SourceModel, versions
 from permille.pruning.streaming import LinearReport, PruningReport, PruningText, prune_model
 from permille.schemas.inputs import SparsifiedModel
 from permille.schemas.sparsifications import Recovery, SparsificationCreate
@@ -33,16 +35,7 @@ from permille.store.artifacts import TaskResult
 from permille.store.retention.collection import hold
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import report_blob
-from permille_workers.tasks.sources import (
-    Sampling,
-    SourceModel,
-    evaluation_sequences,
-    model_facts,
-    open_corpus,
-    open_model,
-    reach_corpus,
-    versions,
-)
+from permille_workers.tasks.sources import model_facts, open_corpus, open_model, reach_corpus
 
 _READ, _BEFORE_STEPS, _PRUNED = 0.03, 0.3, 0.95  # the job's progress at the end of each phase
 
@@ -72,7 +65,7 @@ def run(context: TaskContext, request: SparsificationCreate) -> Publish:
 
     def publish(session: Session) -> str:
         hold(session, context.blobs, [blob.digest], final)
-        result = TaskResult(model_id=model.id, digest=digest, provenance=provenance, blobs=(blob,))
+        result = TaskResult(model_id=request.model_id, digest=digest, provenance=provenance, blobs=(blob,))
         row = artifacts.add(session, job=context.claim, made=result)
         added = inputs.add_model(
             session,
@@ -110,15 +103,15 @@ def _made(context: TaskContext, model: SourceModel, request: SparsificationCreat
         # sequences that earlier draws chose. Skip all that they may have read, so that no two draws overlap.
         return Sampling(number=number, length=length, seed=request.seed, skip=POOL * skip)
 
-    calibration = corpus.sequences(tokenizer, sampling(request.sequences, 0))
+    calibration = corpus.draw(tokenizer, sampling(request.sequences, 0))
     trained = None
     if request.recovery is not None:
-        trained = corpus.sequences(tokenizer, sampling(request.recovery.sequences, request.sequences))
+        trained = corpus.draw(tokenizer, sampling(request.recovery.sequences, request.sequences))
     evaluation, held_out = None, None
     if request.evaluation_sequences:
         before = request.sequences + (0 if request.recovery is None else request.recovery.sequences)
         wanted = sampling(request.evaluation_sequences, before)
-        evaluation, held_out = evaluation_sequences(tokenizer, corpus, wanted)
+        evaluation, held_out = corpus.draw_held_out(tokenizer, wanted)
     text = PruningText(
         calibration_NT=calibration.tokens_NT,
         evaluation_ET=None if evaluation is None else evaluation.tokens_NT,
@@ -173,9 +166,8 @@ def _pruned(
     from permille.models.loading import load_model
     from permille.pruning.recovery import recover_model
     from permille.quantization.perplexity import perplexity
-    from permille_workers.tasks.compute import torch_device
 
-    device, end = str(torch_device(context.settings.device)), _PRUNED if trained_MT is None else _BEFORE_STEPS
+    device, end = str(context.compute.torch_device), _PRUNED if trained_MT is None else _BEFORE_STEPS
 
     def progress(begin: float, end: float, what: str) -> Callable[[int, int], None]:
         return lambda done, total: context.progress(
