@@ -21,6 +21,7 @@ COPY service service
 COPY workers workers
 COPY edge_agent edge_agent
 COPY keeper keeper
+COPY extensions extensions
 COPY lab/permille_lab lab/permille_lab
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel .
 

@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-executorch chaos attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands pictures docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-exports bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-without test-executorch chaos attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands pictures docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-exports bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
 
 help:  ## List the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -78,6 +78,11 @@ sbom: $(VENV)/.installed  ## Write lists of all components (CycloneDX) to build/
 
 test-slow: $(VENV)/.native system-packages smollm2  ## Run the tests that nobody waits for: tour, demo, kills at each step, fuzz (a quarter of an hour)
 	$(TEST_FILES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m slow
+
+EXTENSION ?= permille_rollouts
+test-without: $(VENV)/.native system-packages  ## Remove EXTENSION in a copy, and run all tests of the core there
+	@rm -rf build/without
+	$(TEST_FILES) OMP_NUM_THREADS=1 $(BIN)/python -m tests.without $(EXTENSION) build/without
 
 # Without the exporter's other dependencies, because the part that we use needs only these.
 EXECUTORCH := build/executorch

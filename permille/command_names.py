@@ -1,22 +1,33 @@
 """Point a user who types a command of the other program to that program.
 
 Operators use `permille`, devices use `permille-agent`. The programs never import each other, so the names of
-their commands are listed here. A test compares the lists with the programs.
+their commands are listed here. A test compares the lists with the programs. Extensions name their commands in
+entry points.
 """
 
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any, Final
 
 from typer.core import TyperGroup
 
 _NAMES = {
     "permille": "up personalise preflight builds sparsifications masks quantizations packages poolings "
-    "exports fleet releases trust invitations devices runs rollouts groups webhooks models corpora jobs "
-    "tokens tenants audit retention blobs evaluate",
+    "exports fleet releases trust invitations devices runs models corpora jobs tokens tenants audit "
+    "retention blobs",
     "permille-agent": "enroll pull train show compare run install-service policy data generate chat serve "
     "export status rollback reset forget verify unenroll report privacy share-log share-state",
 }
-COMMANDS: Final = {program: frozenset(names.split()) for program, names in _NAMES.items()}
-"""Commands of each program that the other program does not have."""
+ENTRY_POINTS: Final = "permille.commands"
+"""The group of entry points of commands that other installed packages add to `permille`."""
+
+
+@cache
+def commands() -> dict[str, frozenset[str]]:
+    """Return the commands of each program that the other program does not have."""
+    found = {program: frozenset(names.split()) for program, names in _NAMES.items()}
+    found["permille"] |= {entry.name for entry in entry_points(group=ENTRY_POINTS)}
+    return found
 
 
 class ProgramGroup(TyperGroup):
@@ -25,7 +36,7 @@ class ProgramGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Fail with the name of the other program if only that program has the command."""
         name = args[0]
-        for program, commands in COMMANDS.items():
-            if name in commands and name not in self.commands:
+        if name not in self.commands:
+            for program in (one for one, names in commands().items() if name in names):
                 ctx.fail(f"{self.name} has no command {name!r}. Type `{program} {name}`.")
         return super().resolve_command(ctx, args)

@@ -21,13 +21,10 @@ from typing import Any, ClassVar
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from permille.fleet.offer import Offer
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
 from permille.schemas.devices import enrolment_message, token_message
-from permille.schemas.fleet.groups import FactsPut
-from permille.schemas.fleet.rollouts import RolloutReport
 from permille.schemas.runs import RunMetrics
 from permille.trust.metadata import root_digest
 from permille.trust.repository import Repository
@@ -122,12 +119,12 @@ class DeviceService:
             "yanked": False,
         }
 
-    def offer(self, offer: Offer | None, alias: str = "stable") -> None:
-        """Sign a rollout for the devices of an alias. With None, end the rollout."""
+    def offer(self, offer: dict[str, Any] | None, alias: str = "stable") -> None:
+        """Sign the record of a rollout for the devices of an alias. With None, end the rollout."""
         if offer is None:
             self.repository.drop(rollout_path(RELEASE_NAME, alias))
         else:
-            self.repository.list_rollout(RELEASE_NAME, alias, offer.to_document())
+            self.repository.list_rollout(RELEASE_NAME, alias, offer)
         self.keep_metadata()
 
     def keep_metadata(self) -> None:
@@ -310,12 +307,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._json(202, {"job_id": new_id("job")})
 
     def _facts(self, _fault: Fault | None) -> None:
-        self.service.facts.append(FactsPut.model_validate_json(self.body).model_dump())
+        self.service.facts.append(json.loads(self.body))
         self._send(204, b"")
 
     def _rollout_report(self, _fault: Fault | None, _rollout: str) -> None:
-        report = RolloutReport.model_validate_json(self.body)
-        self.service.rollout_reports.append(report.model_dump(mode="json", exclude_defaults=True))
+        self.service.rollout_reports.append(json.loads(self.body))
         self._send(204, b"")
 
     def _delete_log(self, _fault: Fault | None, run_id: str) -> None:

@@ -30,8 +30,9 @@ from permille.store.jobs import claims, queue
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.transitions import NewJob
 from tests.artifacts import add_artifact, add_package, some_model
-from tests.fleet_site import add_fleet, add_rollout, publish_versions
+from tests.fleet_site import add_fleet, publish_versions
 from tests.packages import tiny_package
+from tests.rollouts.site import add_rollout
 from tests.running_service import Running, running_service
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")

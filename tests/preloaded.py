@@ -37,6 +37,8 @@ from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any, ClassVar, NoReturn, cast
 
+from permille.extensions import extensions
+
 ROOT = Path(__file__).parents[1]
 SERVED = (
     "permille_service",
@@ -318,6 +320,8 @@ def _import(names: Iterable[str], *, without: str) -> None:
 def main() -> None:
     """Import everything, and serve the process that holds the other end of the socket."""
     _import(PROGRAMS, without="permille_workers.tasks")
+    for program in ("service", "workers", "agent"):
+        extensions(program, object)
     if "torch" in sys.argv:
         _import(("permille", "permille_workers.tasks"), without="permille.engines.executorch")
     if len(list(Path("/proc/self/task").iterdir())) > 1:

@@ -650,7 +650,7 @@ _UNENDED = text("state IN ('draft', 'running', 'paused')")
 
 class Rollout(Named):
     """The gradual installation of a version on the devices that follow an alias.
-    `permille.store.fleet.rollouts` changes these rows.
+    `permille_rollouts.store.rollouts` changes these rows.
     """
 
     __tablename__ = "rollouts"
@@ -664,7 +664,7 @@ class Rollout(Named):
     group_id: Mapped[str | None] = mapped_column(ForeignKey("device_groups.id"))  # None: all devices
     choice: Mapped[dict[str, object]]  # the choice of devices, in the form that is signed
     # The bound of each wave. A wave and all earlier waves together consist of the devices whose place
-    # (`permille.fleet.offer.place_of`) is below the wave's bound. The list is empty before the rollout
+    # (`permille_rollouts.offer.place_of`) is below the wave's bound. The list is empty before the rollout
     # starts.
     bounds: Mapped[list[int]] = mapped_column(JSON, default=list)
     rules: Mapped[dict[str, object]]
@@ -676,7 +676,7 @@ class Rollout(Named):
     approved: Mapped[int]  # number of waves that may open, if the rules ask for approval
     awaits_approval: Mapped[bool]  # whether only an approval is missing for the next wave
     opened_at: Mapped[datetime | None]  # the time at which the wave opened; a resume may move it
-    looks: Mapped[int]  # how often the reports were tested for harm; see `permille.fleet.rollouts`
+    looks: Mapped[int]  # how often the reports were tested for harm; see `permille_rollouts.state_machine`
     reason: Mapped[str | None]  # why the rollout halted itself
     numbers: Mapped[dict[str, object] | None]  # the figures that made it halt
     reverting: Mapped[bool]  # whether a revert was requested and is not signed yet

@@ -28,6 +28,7 @@ from permille_service.access.principals import check_routes
 from permille_service.context import Service
 from permille_service.devices import enrolment
 from permille_service.devices import routes as device_routes
+from permille_service.extension import service_extensions
 from permille_service.federations import device_routes as member_routes
 from permille_service.federations import routes as federation_routes
 from permille_service.fleet import routes as fleet_routes
@@ -39,8 +40,6 @@ from permille_service.pages import routes as pages
 from permille_service.parameters import check_given_once
 from permille_service.preflights import planning
 from permille_service.releases import routes as release_routes
-from permille_service.rollouts import routes as rollout_routes
-from permille_service.rollouts import webhooks
 from permille_service.runs import routes as run_routes
 from permille_service.settings import Settings
 from permille_service.storage import routes as storage_routes
@@ -80,7 +79,8 @@ TAGS: Final = [
         "name": "federations",
         "description": "Federations, in which many devices train one shared state in rounds.",
     },
-    {"name": "rollouts", "description": "Groups of devices, and versions that reach them wave by wave."},
+]
+_LAST_TAGS: Final = [
     {"name": "storage", "description": "Retention, and the deletion of blobs that nothing refers to."},
     {"name": "access", "description": "Tenants, operator tokens, and the log of operators' changes."},
     {"name": "health", "description": "Health check of the service."},
@@ -103,12 +103,8 @@ ROUTERS = (
     fleet_routes.router,
     federation_routes.router,
     member_routes.router,
-    rollout_routes.router,
-    rollout_routes.device_router,
-    webhooks.router,
-    access_routes.router,
-    storage_routes.router,
 )
+_LAST_ROUTERS: Final = (access_routes.router, storage_routes.router)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -153,7 +149,9 @@ def _routes() -> list[BaseRoute]:
         dependencies=[Depends(check_given_once)],
         generate_unique_id_function=problems.operation_id,
     )
-    for router in (*ROUTERS, console.router, *pages.ROUTERS, observing.router):
+    added = (router for extension in service_extensions() for router in extension.routers)
+    last = (*_LAST_ROUTERS, console.router, *pages.routers(), observing.router)
+    for router in (*ROUTERS, *added, *last):
         api.include_router(router)
     return api.routes
 
@@ -211,8 +209,13 @@ def _document(app: FastAPI) -> None:
 
 
 def _complete(app: FastAPI) -> dict[str, Any]:
+    added = (dict(tag) for extension in service_extensions() for tag in extension.tags)
     document = get_openapi(
-        title=TITLE, version=app.version, description=DESCRIPTION, routes=app.routes, tags=TAGS
+        title=TITLE,
+        version=app.version,
+        description=DESCRIPTION,
+        routes=app.routes,
+        tags=[*TAGS, *added, *_LAST_TAGS],
     )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}")

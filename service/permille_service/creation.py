@@ -10,25 +10,21 @@ again sends a new key.
 """
 
 import hashlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Header, Request, Response
 from pydantic import BaseModel
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from permille.schemas.access import Role, TokenSecret
-from permille.schemas.devices import Invitation
+from permille.schemas.access import Role
 from permille.schemas.fields import Closed
-from permille.schemas.fleet.groups import DeviceGroup
-from permille.schemas.inputs import Corpus, Model
 from permille.schemas.jobs import Job, JobKind
 from permille.schemas.problems import ProblemType
 from permille.schemas.releases import Release
-from permille.schemas.webhooks import WebhookSecret
 from permille.store import artifacts, audit, inputs, tables
 from permille.store.database import now
 from permille.store.errors import ChangedError, ConflictError
@@ -60,15 +56,6 @@ JOB_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 KEPT_FOR = timedelta(hours=24)
-_REMOVABLE: Final[Mapping[type[BaseModel], type[tables.Named]]] = {
-    Model: tables.Model,
-    Corpus: tables.Corpus,
-    TokenSecret: tables.OperatorToken,
-    Invitation: tables.Invitation,
-    DeviceGroup: tables.DeviceGroup,
-    WebhookSecret: tables.Webhook,
-}
-"""Tables of objects that can be removed or revoked, for `_check_is_there`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +75,13 @@ class Creation:
         make: Callable[[Session], Answer],
         *,
         private: bool = False,
+        removable: type[tables.Named] | None = None,
     ) -> Answer:
         """Run `make` in a write transaction, or return the answer that is stored under the key.
 
         Args:
             private: the answer holds a secret, so only the same token gets it again.
+            removable: the table of the object, if the object can be removed or revoked.
 
         Raises:
             ApiError: `idempotency-conflict`: the key was used for another request, or its object was removed.
@@ -110,7 +99,8 @@ class Creation:
             kept = None if key is None else self._find_kept(session, digest)
             if kept is not None:
                 earlier = answer_type.model_validate_json(seal.open(kept.sealed, context))
-                self._check_is_there(session, earlier)
+                if removable is not None:
+                    self._check_is_there(session, removable, earlier)
                 return earlier
             try:
                 made = make(session)
@@ -128,13 +118,20 @@ class Creation:
         # then runs again, and finds the answer of the first one.
         return self.service.database.transact(work)
 
-    def add(self, answer_type: type[Answer], body: BaseModel, make: Callable[[Session], Answer]) -> Answer:
+    def add(
+        self,
+        answer_type: type[Answer],
+        body: BaseModel,
+        make: Callable[[Session], Answer],
+        *,
+        removable: type[tables.Named] | None = None,
+    ) -> Answer:
         """Run `make` as `once` does, and return the path of the new object in `Location`.
 
         Example:
             return creating.add(Corpus, body, lambda session: present(inputs.add_corpus(session, ...)))
         """
-        answer = self.once(answer_type, body, make)
+        answer = self.once(answer_type, body, make, removable=removable)
         self.response.headers["Location"] = f"{self.operator.path}/{_path_below(answer)}"
         return answer
 
@@ -240,13 +237,11 @@ class Creation:
             raise ApiError(ProblemType.IDEMPOTENCY_CONFLICT, expected)
         return answer
 
-    def _check_is_there(self, session: Session, answer: BaseModel) -> None:
+    def _check_is_there(self, session: Session, table: type[tables.Named], answer: BaseModel) -> None:
         """Check that the object of an answer still exists. Raises ApiError if it was removed or revoked."""
-        table = _REMOVABLE.get(type(answer))
-        if table is not None:
-            row = session.get(table, getattr(answer, "id", ""))
-            if row is None or getattr(row, "revoked_at", None) is not None:
-                raise self._gone(table.noun)
+        row = session.get(table, getattr(answer, "id", ""))
+        if row is None or getattr(row, "revoked_at", None) is not None:
+            raise self._gone(table.noun)
 
     def _gone(self, noun: str) -> ApiError:
         was = f"The {noun} of the idempotency key {self.key!r} was removed or revoked. Use a fresh key."

@@ -1,7 +1,7 @@
 """Observability of the API: an id for each request, and metrics for Prometheus.
 
 `GET /metrics` needs the token of `PERMILLE_METRICS_TOKEN`. If that setting is empty, the path answers 404.
-The metrics of jobs, blobs, devices and rollouts come from the database. The metrics of requests cover this
+The metrics of jobs, blobs, devices and extensions come from the database. The metrics of requests cover this
 process only.
 """
 
@@ -24,6 +24,7 @@ from permille.store.database import Database
 from permille.store.jobs.figures import Figures, read_figures
 from permille_service.access.principals import Authentication
 from permille_service.context import Served, Service
+from permille_service.extension import service_extensions
 from permille_service.problems import UNANSWERED, ApiError
 
 REQUEST_ID: Final = "X-Request-ID"
@@ -78,7 +79,8 @@ class _Rows(Collector):
     def collect(self) -> Iterator[Metric]:
         with self._database.read() as session:
             found = read_figures(session)
-        yield from _families(found)
+            added = [metric for extension in service_extensions() for metric in extension.metrics(session)]
+        yield from (*_families(found), *added)
 
 
 def _families(found: Figures) -> Iterator[Metric]:
@@ -100,13 +102,7 @@ def _families(found: Figures) -> Iterator[Metric]:
     )
     for labels, count in found.devices.items():
         devices.add_metric(labels, count)
-    rollouts = GaugeMetricFamily("permille_rollouts", "Rollouts by state.", labels=("state",))
-    for state, count in found.rollouts.items():
-        rollouts.add_metric((state,), count)
-    yield from (jobs, waiting, devices, rollouts)
-    yield GaugeMetricFamily(
-        "permille_rollouts_halted", "Halted rollouts, which wait for an operator.", found.halted
-    )
+    yield from (jobs, waiting, devices)
     yield GaugeMetricFamily(
         "permille_queue_age_longest_seconds",
         "Waiting time of the oldest job that is due, over all kinds. 0: no job waits.",

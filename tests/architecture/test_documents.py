@@ -12,7 +12,18 @@ RECORDS = ROOT / "docs" / "adr"
 ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"
 FORMAT = ROOT / "permille" / "FORMAT.md"
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]+)?\)")
-READERS = ("permille", "service", "workers", "edge_agent", "keeper", "lab", "tests", "examples", "docs")
+READERS = (
+    "permille",
+    "service",
+    "workers",
+    "edge_agent",
+    "keeper",
+    "lab",
+    "extensions",
+    "tests",
+    "examples",
+    "docs",
+)
 CITATION = re.compile(r"\bADRs? ?(\d+)|docs/adr/(\d+)|\]\([./]*adr/(\d+)")
 
 
@@ -90,7 +101,7 @@ def test_pages_of_the_command_lines_are_made_from_the_commands(path: Path, text:
 
 @pytest.mark.parametrize("path", [*_maps(), *_records()], ids=lambda path: str(path.stem))
 def test_a_file_or_folder_that_a_document_names_exists(path: Path) -> None:
-    rooms = "permille|service|workers|edge_agent|keeper|lab|docs|tests|deploy|examples|requirements|scripts"
+    rooms = "|".join((*READERS, "deploy", "requirements", "scripts"))
     named = re.findall(rf"`((?:{rooms})/[^`*]*)`", path.read_text(encoding="utf-8"))
     assert named or path not in _maps()
     assert [name for name in named if not (ROOT / name).exists()] == []

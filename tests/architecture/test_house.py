@@ -14,7 +14,7 @@ import permille
 from permille.version import __version__
 
 ROOT = Path(permille.__file__).resolve().parents[1]
-ROOMS = ("permille", "service", "workers", "edge_agent", "keeper", "lab")
+ROOMS = ("permille", "service", "workers", "edge_agent", "keeper", "lab", "extensions")
 
 
 def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -82,6 +82,26 @@ VIOLATIONS = [
         "import permille.engines.light.engine",
         "a keeper needs rounds and noise, and nothing else of the product",
     ),
+    (
+        "service/permille_service/planted.py",
+        "import permille_rollouts.service.routes",
+        "no program imports an extension",
+    ),
+    (
+        "extensions/permille_rollouts/agent/planted.py",
+        "import permille.store.rows",
+        "the agent's part of an extension knows no server",
+    ),
+    (
+        "extensions/permille_rollouts/service/planted.py",
+        "import torch",
+        "the service's part of an extension needs no torch",
+    ),
+    (
+        "extensions/permille_rollouts/agent/planted.py",
+        "import permille_rollouts.workers.webhooks",
+        "the parts of an extension know only their own program",
+    ),
     ("permille/native/planted.py", "import transformers", "the light engine needs no torch"),
     (
         "edge_agent/permille_agent/planted.py",
@@ -121,7 +141,7 @@ def test_a_planted_violation_breaks_its_contract(report: str, file: str, line: s
     assert f"{contract} BROKEN" in report
     broken = report.partition("Broken contracts")[2]
     chains = re.split(r"^-{3,}$", broken.partition(f"{contract}\n")[2], maxsplit=2, flags=re.MULTILINE)[1]
-    module = re.sub(r"^(?:service|workers|edge_agent|keeper|lab)/", "", file).removesuffix(".py")
+    module = re.sub(r"^(?:service|workers|edge_agent|keeper|lab|extensions)/", "", file).removesuffix(".py")
     assert f"{module.replace('/', '.')} -> {line.split()[1]} " in chains
 
 

@@ -34,7 +34,7 @@ class Gate:
         if name.partition(".")[0] in others:
             raise ModuleNotFoundError(f"not in the locked file: {name}", name=name)
 
-for room in ("edge_agent", "keeper", "service", "workers", "."):
+for room in ("edge_agent", "keeper", "service", "workers", "extensions", "."):
     sys.path.insert(0, str(Path(root, room)))
 sys.meta_path.insert(0, Gate())
 
@@ -49,6 +49,7 @@ def import_all(package):
 """
 AGENT = """
 import_all("permille_agent")
+import_all("permille_rollouts.agent")
 import typer.rich_utils, rich.markdown
 from tokenizers import Tokenizer, models
 tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
@@ -62,12 +63,14 @@ assert engine.info()["name"] == "light"
 """
 API = """
 import_all("permille_service")
+import_all("permille_rollouts.service")
 from permille_service.__main__ import main
 assert "torch" not in sys.modules
 sys.exit(main())
 """
 WORKER = """
 import_all("permille_workers")
+import_all("permille_rollouts.workers")
 import torch, transformers, datasets, bitsandbytes, psycopg
 """
 

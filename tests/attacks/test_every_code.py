@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import permille
-from permille_agent.link import enrolment, pull, rollout, trust
+from permille_agent.link import enrolment, pull, trust
+from permille_rollouts.agent import participation
 from tests.attacks import (
     test_logs,
     test_packages,
@@ -17,11 +18,12 @@ from tests.attacks import (
     test_states,
     test_trust_device,
 )
+from tests.rollouts.agent import test_participation
 
 LIBRARY = Path(permille.__file__).parent
 # It reads files whose content the format does not define (FORMAT 3.3).
 OPAQUE = LIBRARY / "tokenizer_files.py"
-TRUST = [Path(str(module.__file__)) for module in (enrolment, pull, rollout, trust)]
+TRUST = [Path(str(module.__file__)) for module in (enrolment, participation, pull, trust)]
 
 
 def documented_codes() -> set[str]:
@@ -56,8 +58,11 @@ def attacked_codes() -> set[str]:
         *test_programs.BINDINGS,
         *test_references.ATTACKS,
     ]
-    tried = ast.walk(ast.parse(Path(test_trust_device.__file__).read_text()))
-    named = {str(node.value) for node in tried if isinstance(node, ast.Constant)}
+    tried = [
+        ast.parse(Path(str(one.__file__)).read_text()) for one in (test_participation, test_trust_device)
+    ]
+    nodes = (node for tree in tried for node in ast.walk(tree))
+    named = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
     return {code for code, _ in registered} | (named & set(_codes(*TRUST)))
 
 

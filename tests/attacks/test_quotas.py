@@ -8,9 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from permille.schemas.access import FIRST_DIGEST, AuditEntry
 from permille.store import audit, inputs
-from permille.store.fleet import groups
 from permille_service.jobs.stream import MAX_STREAMS_PER_TENANT, MAX_STREAMS_PER_TOKEN
 from tests.api_service import Api, running_api
 from tests.running_service import running_service
@@ -57,49 +55,29 @@ def test_a_tenant_cannot_hold_all_streams(tmp_path: Path) -> None:
         assert opened(other) == 404
 
 
-@pytest.mark.attack(28, "groups of 100 kB, made and deleted, leave large rows in the audit log")
-def test_a_large_body_is_noted_by_its_digest(api: Api) -> None:
-    api.publish(api.package())
-    devices = [api.device().id for _ in range(3)]
-    rule = {"devices": [devices[number % 3] for number in range(900)]}
-    made = api.post("/v1/groups", {"name": "large", "rule": rule})
-    assert made.status_code == 201, made.text
-    noted = entries(api)[-1]
-    assert noted["action"] == "create_group"
-    assert noted["request"].keys() == {"digest", "size_bytes"}
-    assert noted["request"]["size_bytes"] > audit.MAX_BODY_BYTES
-    assert api.post("/v1/groups", {"name": "small"}).status_code == 201
-    assert entries(api)[-1]["request"]["name"] == "small"
-    digest = FIRST_DIGEST
-    for entry in map(AuditEntry.model_validate, entries(api)):
-        assert (digest := entry.digest_after(digest)) == entry.digest
-
-
 @pytest.mark.attack(28, "changes without end fill the audit log")
 def test_a_tenant_makes_a_limited_number_of_changes_a_day(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     token = api.post("/v1/tokens", {"name": "stolen", "role": "admin"}).json()
     noted = len(entries(api))
     monkeypatch.setattr(audit, "MAX_CHANGES_A_DAY", noted + 2)
+    streamed = {"source": {"kind": "streamed", "dataset": "c4"}}
     statuses = [
-        api.post("/v1/groups", {"name": f"g{number}"}, token["secret"]).status_code for number in range(4)
+        api.post("/v1/corpora", {"name": f"c{number}", **streamed}, token["secret"]).status_code
+        for number in range(4)
     ]
     assert statuses == [201, 201, 429, 429]
-    refused = api.post("/v1/groups", {"name": "late"}, token["secret"])
+    refused = api.post("/v1/corpora", {"name": "late", **streamed}, token["secret"])
     assert int(refused.headers["retry-after"]) > 80_000
     assert api.delete(f"/v1/tokens/{token['id']}").status_code == 204, "a stolen token can still be revoked"
     assert len(entries(api)) == noted + 3
 
 
-@pytest.mark.attack(28, "groups, models and texts without end fill the database")
-def test_a_tenant_has_a_limited_number_of_groups_and_inputs(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(groups, "MAX_GROUPS", 2)
+@pytest.mark.attack(28, "models and texts without end fill the database")
+def test_a_tenant_has_a_limited_number_of_inputs(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "MAX_INPUTS", 2)
     hub = {"kind": "hub", "repository": "a/b", "commit": "0" * 40}
     streamed = {"kind": "streamed", "dataset": "c4"}
     for path, body in (
-        ("/v1/groups", {}),
         ("/v1/models", {"source": hub}),
         ("/v1/corpora", {"source": streamed}),
     ):

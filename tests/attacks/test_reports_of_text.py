@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 
 from permille.errors import PackageError
-from permille.fleet.offer import ReportCode
-from permille.fleet.rollouts import MAX_DIFFERENCE
 from permille.schemas.runs import RunMetrics
 from permille.tokenizer_files import TextRules
 from permille_agent.link.report import enqueue, read_report
-from permille_agent.link.rollout import Participation, RolloutRecord, finish, read_standing
-from permille_agent.link.rounding import rounded, rounded_difference
-from permille_agent.state.home import open_home, write_record
+from permille_agent.link.rounding import rounded
+from permille_agent.state.home import open_home
 from tests.unit.edge_agent.samples import RUN_ID, metrics
 
-pytestmark = pytest.mark.attack(23, "exact numbers of a report, or of a rollout, confirm a guess of a text")
+pytestmark = pytest.mark.attack(23, "exact numbers of a report confirm a guess of a text")
 
 EXACT = {
     "began_at": datetime(2026, 3, 1, 9, 30, 12, 345678, UTC),
@@ -100,20 +97,6 @@ def test_a_gain_is_rounded_once() -> None:
     found = rounded(metrics(loss_base=3.0049, loss_personal=2.9951))
     assert found.loss_base is not None and found.loss_personal is not None
     assert found.loss_base - found.loss_personal == pytest.approx(0.01)
-
-
-def test_the_difference_of_a_rollout_is_rounded_and_its_mean_stays(tmp_path: Path) -> None:
-    home = open_home(tmp_path)
-    for exact in (0.0123456, -0.0123456, 5.0):
-        part = Participation(rollout="r", version=2, before=None, losses=None, installed=True)
-        write_record(home.rollout, RolloutRecord(part=part))
-        finish(home, ReportCode.OK, exact)
-        found = read_standing(home).part
-        assert found is not None and found.difference is not None
-        assert found.difference == round(found.difference, 2)
-        assert abs(found.difference) <= MAX_DIFFERENCE
-    drawn = [rounded_difference(0.0123, part / 1000) for part in range(1000)]
-    assert sum(drawn) / 1000 == pytest.approx(0.0123)
 
 
 def tokenizer(normalizer: Any = None, pre_tokenizer: Any = None) -> bytes:

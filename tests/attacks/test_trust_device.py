@@ -278,15 +278,6 @@ def test_a_signed_version_without_aliases_is_for_nobody(
         assert device.refusal() == "release-malformed"
 
 
-@pytest.mark.attack(2, "have a rollout signed that is none")
-def test_a_signed_rollout_that_is_malformed_is_refused(device: Device) -> None:
-    service = device.service
-    for record in ({}, {"rollout": 1}, {"rollout": "r", "version": 2, "state": "running", "places": 100_000}):
-        service.repository.list_rollout(RELEASE_NAME, "stable", record)
-        service.keep_metadata()
-        assert device.refusal() == "rollout-malformed"
-
-
 @pytest.mark.attack(2, "hand a new device a root of one's own")
 def test_a_root_that_the_invitation_does_not_name_is_not_trusted(tmp_path: Path, device: Device) -> None:
     new, honest = open_home(tmp_path / "new"), device.service.invitation

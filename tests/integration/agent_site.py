@@ -53,7 +53,9 @@ class AgentSite:
         (spy_folder / "sitecustomize.py").write_text(SPY)
         self._environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (spy_folder, ROOT, ROOT / "edge_agent"))),
+            "PYTHONPATH": os.pathsep.join(
+                map(str, (spy_folder, ROOT, ROOT / "edge_agent", ROOT / "extensions"))
+            ),
             "AGENT_SPY": str(self._spy),
             "OMP_NUM_THREADS": "1",
             **environment,

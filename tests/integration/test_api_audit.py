@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -121,11 +122,16 @@ def test_an_entry_that_was_changed_or_taken_out_is_found(api: Api, change: str) 
         verify_entries(session, written)
 
 
+def _sources() -> Iterator[Path]:
+    yield from Path(permille_service.__file__).parent.rglob("*.py")
+    yield from (Path(permille_service.__file__).parents[2] / "extensions").glob("*/service/*.py")
+
+
 def test_no_route_of_operators_writes_without_a_note() -> None:
     """This detects a new route that opens a write transaction of the database directly."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     writers = set()
-    for path in Path(permille_service.__file__).parent.rglob("*.py"):
+    for path in _sources():
         tree = ast.parse(path.read_text())
         for function in (node for node in ast.walk(tree) if isinstance(node, kinds)):
             called = (ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call))

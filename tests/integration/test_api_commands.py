@@ -99,8 +99,6 @@ def test_a_stream_without_a_network_is_told_at_once_with_the_text_that_is_includ
     [
         (("corpora", "add", "more", "--file", "nosuch.jsonl"), 4, "`permille up` prints this folder"),
         (("corpora", "add", "more", "--streamed", "pile"), 3, "--streamed: input should be 'c4'"),
-        (("rollouts", "create", "tour", "--wave", "50%"), 3, "--wave: waves must grow"),
-        (("rollouts", "create", "nosuch"), 4, "There is no release 'nosuch'. See"),
         (("packages", "show", "sha256:" + "0" * 64), 4, "There is no package"),
     ],
 )
@@ -279,28 +277,3 @@ def test_a_federation_from_its_making_to_its_end(up: Running) -> None:
     )
     assert forward.returncode == 3
     assert "spsa needs learning_rate and epsilon" in forward.stderr
-
-
-def test_a_rollout_from_its_making_to_its_revert(up: Running) -> None:
-    for seed, alias in ((11, ("--alias", "stable")), (12, ())):
-        digest = packed(up, seed).digest
-        up.answer("releases", "publish", "rolled", "--package", digest, *alias)
-    group = up.answer("groups", "create", "canaries", "--tag", "canary", "--memory-gib", "4")
-    assert group["rule"]["tags"] == ["canary"] and group["rule"]["memory_bytes"] == 4 << 30
-    assert up.answer("groups", "show", "canaries")["devices"] == 0
-    create = ("rollouts", "create", "rolled", "--group", "canaries", "--on-stop", "revert")
-    made = up.answer(*create, "--draft", "--wave", "10%", "--wave", "100%", "--soak-s", "0")
-    assert (made["state"], made["rules"]["waves"]) == ("draft", ["10%", "100%"])
-    assert made["group_id"] == group["id"]
-    assert up.permille(*create).returncode == 3, "one at a time"
-    assert up.answer("rollouts", "stop", made["id"])["state"] == "stopped"
-    watched = up.permille("rollouts", "watch", made["id"])
-    assert (watched.returncode, "an operator ended it" in watched.stderr) == (1, True)
-    made = up.answer(*create)
-    assert made["rules"]["waves"] == ["1%", "10%", "50%", "100%"], "the service's own where none is given"
-    assert up.answer("rollouts", "pause", made["id"])["state"] == "paused"
-    assert up.answer("rollouts", "resume", made["id"])["state"] == "running"
-    assert "silent" in up.permille("rollouts", "show", made["id"]).stdout
-    assert up.answer("rollouts", "revert", made["id"])["state"] == "reverted"
-    assert [one["version"] for one in up.answer("releases", "list", "rolled")] == [3, 2, 1]
-    assert up.permille("groups", "delete", "canaries").returncode == 3

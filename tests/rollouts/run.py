@@ -36,7 +36,6 @@ from unittest.mock import patch
 from sqlalchemy import select
 
 from permille.errors import OperatorError, PermilleError, RetryableError
-from permille.fleet.offer import ReportCode, place_of
 from permille.store.database import Database
 from permille.store.tables import RolloutReport
 from permille_agent.embed import install_package
@@ -46,10 +45,11 @@ from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import Connection
 from permille_agent.link.enrolment import enroll, open_api, require_enrolment
 from permille_agent.link.pull import pull
-from permille_agent.link.rollout import MAX_ATTEMPTS, finish, note_failure, read_standing
 from permille_agent.state.choices import add_references
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import installed_release
+from permille_rollouts.agent.participation import MAX_ATTEMPTS, finish, note_failure, read_standing
+from permille_rollouts.offer import ReportCode, place_of
 from tests.api_service import running_api
 from tests.federation.run import Site
 

@@ -16,8 +16,8 @@ from permille_agent.cli.federations import document_of
 from permille_agent.daemon.state import DaemonState, read_daemon_state
 from permille_agent.federation.membership import memberships
 from permille_agent.link.enrolment import load_enrolment
+from permille_agent.link.extension import agent_extensions
 from permille_agent.link.report import RUN_ID, Delivery, read_report
-from permille_agent.link.rollout import Participation, read_standing
 from permille_agent.state.choices import Consent, read_consent, read_references
 from permille_agent.state.home import Home, as_json
 from permille_agent.state.models import (
@@ -69,7 +69,7 @@ class Status:
         self.reports = [report for report in reports if report is not None]
         federations = [self._read(partial(document_of, each), None) for each in memberships(home)]
         self.federations = [found for found in federations if found is not None]
-        self.rollout = self._read(lambda: read_standing(home).part, None)
+        self.lines = {one.name: self._read(partial(one.status, home), None) for one in agent_extensions()}
         self.daemon = self._read(lambda: read_daemon_state(home), DaemonState())
 
     @property
@@ -130,14 +130,7 @@ class Status:
                 "uploaded_logs": [r.run_id for r in self.reports if r.log_delivery is Delivery.SENT],
             },
             "federations": self.federations,
-            "rollout": self.rollout
-            and {
-                "id": self.rollout.rollout,
-                "version": self.rollout.version,
-                "installed": self.rollout.installed,
-                "code": self.rollout.code,
-                "attempts": self.rollout.attempts,
-            },
+            **{name: line and line.document for name, line in self.lines.items()},
             "daemon": {
                 "last_poll": daemon.last_poll or None,
                 "minutes_used_today": round(daemon.minutes_used(datetime.now().astimezone().date()), 1),
@@ -179,7 +172,7 @@ class Status:
             ("reports", f"{self._pending()} waiting, {len(refused)} refused" if enrolment else ""),
             ("refused because", "\n".join(dict.fromkeys(refused))),  # each reason once, in order
             ("rounds", "\n".join(map(_round_words, self.federations))),
-            ("rollout", _part_words(self.rollout) if self.rollout else ""),
+            *((name, line.words if line else "") for name, line in self.lines.items()),
             ("shares logs", "yes" if self.consent.share_log else "no"),
             ("shares states", "yes" if self.consent.share_state else "no"),
             (
@@ -219,11 +212,6 @@ class Status:
             words = f"{words}, with {strength_words(decision.strength, decision.fault)}"
         # Only a text that is long enough for three splits has a select split.
         return words if metrics.select_tokens else f"{words} (little text, judged part by part)"
-
-
-def _part_words(part: Participation) -> str:
-    ended = "waits for training" if part.installed else f"{part.attempts} attempts failed"
-    return f"version {part.version} in rollout {part.rollout}: {part.code or ended}"
 
 
 def _round_words(federation: dict[str, object]) -> str:

@@ -30,9 +30,9 @@ from permille_agent.federation.part import RoundPart, waiting_part
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Connect, connect, open_api, require_enrolment
+from permille_agent.link.extension import version_choices
 from permille_agent.link.pull import pull
 from permille_agent.link.report import collect_reports, deliver
-from permille_agent.link.rollout import note_failure
 from permille_agent.link.verify import verify
 from permille_agent.state.choices import read_consent, read_references
 from permille_agent.state.home import Home, telling_disk, write_record
@@ -360,7 +360,10 @@ class Daemon:
         log.warning("training: %s: %s", type(error).__name__, words)
         if isinstance(error, ChildDiedError):
             with suppress(LockedError), hold_lock(self._home, "run"):
-                note_failure(self._home, error, now_s=self._world.now().timestamp(), is_crash=True)
+                for versions in version_choices():
+                    versions.note_failure(
+                        self._home, error, now_s=self._world.now().timestamp(), is_crash=True
+                    )
         # After an OperatorError, a person may have freed the disk.
         if isinstance(error, RetryableError | OperatorError):
             self._put_off(error)

@@ -34,8 +34,6 @@ from permille.files import write_atomic
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas import devices, releases, runs
 from permille.schemas.federations import CONTRIBUTION_MEDIA_TYPE, FederationOffer, RoundInvitation
-from permille.schemas.fleet.groups import FactsPut
-from permille.schemas.fleet.rollouts import RolloutReport
 from permille.version import __version__
 from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille_agent.link.client import (
@@ -224,14 +222,9 @@ class DeviceApi:
             lambda: self.connection.read(path, {**part, **self._authorization()}, limit_bytes=end - begin)
         )
 
-    def tell_facts(self, facts: FactsPut) -> None:
-        """Send facts about this device. Operators group devices by such facts."""
-        self._call("PUT", "/v1/device/facts", body=facts.model_dump(mode="json"))
-
-    def report_rollout(self, rollout_id: str, report: RolloutReport) -> None:
-        """Report this device's progress in a rollout of a version."""
-        path = f"/v1/device/rollouts/{rollout_id}/report"
-        self._call("PUT", path, body=report.model_dump(mode="json"))
+    def put(self, path: str, record: BaseModel) -> None:
+        """Send a record to a path of the service. Extensions send to their own paths with this."""
+        self._call("PUT", path, body=record.model_dump(mode="json"))
 
     def report_run(self, run_id: str, metrics: runs.RunMetrics) -> None:
         """Send the metrics of a run. Sending them again has no effect."""

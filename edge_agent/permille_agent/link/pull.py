@@ -1,9 +1,9 @@
-"""Pull of the package that an alias or a rollout names.
+"""Pull of the package that an alias or an extension names.
 
 Steps:
 
 1. Refresh the signed metadata.
-2. Choose the version: that of a rollout whose wave is open for this device, else that of the alias.
+2. Choose the version: that of an extension, such as of a rollout whose wave is open, else that of the alias.
 3. Fetch the manifest by its signed digest, and compare the size of the missing blobs with the free space.
 4. Download the missing blobs, verify the package as a whole, and install it.
 
@@ -31,8 +31,8 @@ from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
 from permille_agent.link.enrolment import Enrolment
+from permille_agent.link.extension import Chosen, version_choices
 from permille_agent.link.install import install, try_package
-from permille_agent.link.rollout import Participation, note_failure, note_installed, take_part
 from permille_agent.link.trust import TrustedReleases
 from permille_agent.link.verify import Verified, packages_in_use, verify_package_files
 from permille_agent.state.home import Home
@@ -86,7 +86,7 @@ def pull(
         home: the home folder.
         api: the service.
         enrolment: the device's enrolment.
-        now_s: Unix time, for the pauses of a rollout and the age of temporary files.
+        now_s: Unix time, for the choice of a version and the age of temporary files.
         progress: called with the number of bytes that were downloaded, and of all bytes to download.
 
     Raises:
@@ -95,15 +95,16 @@ def pull(
         RetryableError: the service cannot be reached. The next `pull` continues the download.
     """
     trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
-    part = take_part(home, api, trusted, enrolment, now_s=now_s)
+    asked = ((one, one.take_part(home, api, trusted, enrolment, now_s=now_s)) for one in version_choices())
+    source, chosen = next((found for found in asked if found[1] is not None), (None, None))
     try:
-        pulled = _pull(home, api, trusted, enrolment, part, progress)
+        pulled = _pull(home, api, trusted, enrolment, chosen, progress)
     except (PackageError, OperatorError) as exc:
-        if part is not None:
-            note_failure(home, exc, now_s=now_s)
+        if source is not None:
+            source.note_failure(home, exc, now_s=now_s)
         raise
-    if part is not None:
-        note_installed(home, api)
+    if source is not None:
+        source.note_installed(home, api)
     return replace(pulled, collected_bytes=collect_garbage(home, now_s=now_s))
 
 
@@ -112,19 +113,19 @@ def _pull(
     api: DeviceApi,
     trusted: TrustedReleases,
     enrolment: Enrolment,
-    part: Participation | None,
+    chosen: Chosen | None,
     progress: Progress,
 ) -> Pulled:
-    """Install the version that the rollout `part` names, or else the version of the alias."""
+    """Install the version that an extension has chosen, or else the version of the alias."""
     blobs = BlobFolder(home.blobs)
     try:
-        release, target = _choose(api, trusted, enrolment, part)
+        release, target = _choose(api, trusted, enrolment, chosen)
     except PackageError as exc:
-        if part is not None or exc.code not in _MOVED:
+        if chosen is not None or exc.code not in _MOVED:
             raise
         # Perhaps the alias moved after the metadata was read, so read both once more.
         trusted = TrustedReleases(home.trust, enrolment.root.encode(), api.signed_file)
-        release, target = _choose(api, trusted, enrolment, part)
+        release, target = _choose(api, trusted, enrolment, chosen)
     try:
         manifest = Manifest.from_bytes(_fetch_manifest(home, trusted, blobs, target, release.manifest_digest))
         # `_free_bytes` counts partial downloads as free space, so delete those that are not reused.
@@ -222,12 +223,12 @@ def collect_garbage(home: Home, *, now_s: float) -> int:
 
 
 def _choose(
-    api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment, part: Participation | None
+    api: DeviceApi, trusted: TrustedReleases, enrolment: Enrolment, chosen: Chosen | None
 ) -> tuple[InstalledRelease, TargetFile]:
-    """Return the version that the rollout `part` or the alias names, with its signed metadata."""
+    """Return the version that an extension or the alias names, with its signed metadata."""
     name, alias = enrolment.release, enrolment.alias
     try:
-        version = api.release(name, alias).version if part is None else part.version
+        version = api.release(name, alias).version if chosen is None else chosen.version
     except RequestRefusedError as exc:
         raise OperatorError(
             f"No release {name!r} is published with the alias {alias!r}: {exc}. Ask the operator."
@@ -245,7 +246,7 @@ def _choose(
         raise PackageError(
             "release-malformed", f"The signed entry of {target.path} lacks its aliases or its SHA-256: {exc}"
         ) from exc
-    if part is None and alias not in aliases:
+    if chosen is None and alias not in aliases:
         raise PackageError(
             "release-alias", f"{name} {version} is signed for {sorted(aliases)}, not for {alias!r}"
         )

@@ -21,7 +21,7 @@ from permille.package.manifest import Layer, Manifest
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
-from permille_agent.link.rollout import read_standing
+from permille_agent.link.extension import agent_extensions
 from permille_agent.state.home import Home
 from permille_agent.state.models import read_releases, referenced_models
 
@@ -69,11 +69,11 @@ def verify(home: Home, api: DeviceApi | None = None) -> Verified:
 
 
 def packages_in_use(home: Home) -> set[str]:
-    """Return the digests of all packages that are installed, active, or kept for a rollback or a rollout."""
-    releases, part = read_releases(home), read_standing(home).part
-    before = None if part is None else part.before
+    """Return the digests of all packages that are installed, active, or kept for a rollback or extension."""
+    releases = read_releases(home)
     used = {model.package for model in referenced_models(home)}
-    return used | {kept.manifest_digest for kept in (releases.installed, releases.previous, before) if kept}
+    used |= {kept.manifest_digest for kept in (releases.installed, releases.previous) if kept}
+    return used.union(*(extension.packages(home) for extension in agent_extensions()))
 
 
 def verify_package_files(home: Home, package_digest: str, api: DeviceApi | None, result: Verified) -> None:

@@ -1,1 +1,1 @@
-"""The fleet in the database: groups of devices, rollouts, and counts of device reports."""
+"""The fleet in the database: counts of devices and of their reports."""

@@ -115,6 +115,12 @@ def active(tenant_id: str) -> tuple[ColumnElement[bool] | InstrumentedAttribute[
     return Device.tenant_id == tenant_id, Device.revoked_at.is_(None), Device.unenrolled_at.is_(None)
 
 
+def followers(session: Session, tenant_id: str, release: str, alias: str) -> int:
+    """Count the active devices that follow an alias."""
+    following = (Device.release == release, Device.alias == alias)
+    return session.scalar(select(func.count()).where(*active(tenant_id), *following)) or 0
+
+
 def _outcomes(session: Session, tenant_id: str) -> dict[Version, Counter[str | None]]:
     """Count the devices by version and by the outcome of their newest run."""
     query = (

@@ -6,11 +6,10 @@ from datetime import datetime
 from sqlalchemy import func, select, text, union_all
 from sqlalchemy.orm import Session
 
-from permille.fleet.offer import RolloutState
 from permille.schemas.jobs import JobKind
 from permille.store.database import now
 from permille.store.jobs import transitions
-from permille.store.tables import UNSUCCESSFUL, ArtifactBlob, BlobCollection, Device, Job, Rollout
+from permille.store.tables import UNSUCCESSFUL, ArtifactBlob, BlobCollection, Device, Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +26,6 @@ class Figures:
             not delete yet, or None before the first collection.
         collected_at: the end of the last collection, or None.
         devices: the number of enrolled devices by release and alias.
-        rollouts: the number of rollouts by state.
-        halted: the number of rollouts that paused themselves and wait for an operator.
     """
 
     jobs: dict[tuple[str, str], int]
@@ -37,8 +34,6 @@ class Figures:
     unreferenced_bytes: int | None
     collected_at: datetime | None
     devices: dict[tuple[str, str], int]
-    rollouts: dict[str, int]
-    halted: int
 
 
 def read_figures(session: Session) -> Figures:
@@ -63,9 +58,6 @@ def read_figures(session: Session) -> Figures:
         .group_by(Device.release, Device.alias)
     )
     collected = session.scalar(select(BlobCollection).limit(1))
-    rollouts = session.execute(
-        select(Rollout.state, func.count(), func.count(Rollout.reason)).group_by(Rollout.state)
-    ).all()
     return Figures(
         jobs={(kind, state): count for kind, state, count in session.execute(union_all(*by_state))},
         waiting_s={kind: (at - first).total_seconds() for kind, first in oldest},
@@ -73,6 +65,4 @@ def read_figures(session: Session) -> Figures:
         unreferenced_bytes=collected.unreferenced_bytes if collected and collected.ended_at else None,
         collected_at=collected.ended_at if collected else None,
         devices={(release, alias): count for release, alias, count in devices},
-        rollouts={state: count for state, count, _ in rollouts},
-        halted=sum(halted for state, _, halted in rollouts if state == RolloutState.PAUSED),
     )

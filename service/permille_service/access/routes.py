@@ -78,7 +78,7 @@ def create_token(body: TokenCreate, creating: AdminCreating) -> TokenSecret:
         )
         return TokenSecret(**present_token(row).model_dump(), secret=secret)
 
-    return creating.once(TokenSecret, body, make, private=True)
+    return creating.once(TokenSecret, body, make, private=True, removable=tables.OperatorToken)
 
 
 @router.get("/tokens")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from permille.command_names import ProgramGroup
+from permille.command_names import ENTRY_POINTS, ProgramGroup
 from permille.errors import InputError
 from permille.plain_text import echo, log_to_stderr
 from permille.version import __version__
@@ -25,7 +25,6 @@ from permille_service.cli.tables import figures_of, table_of
 from permille_service.cli.trust import trust
 from permille_service.cli.work import FIGURES, add_work, jobs
 from permille_service.personal.command import personalise
-from permille_service.rollouts.command import groups, rollouts, webhooks
 
 EXIT_HELP = (
     "Exit codes: 0 done; 1 the job or the service failed; 2 wrong usage; 3 input refused; 4 not found; "
@@ -47,8 +46,6 @@ def plugin(entry: EntryPoint) -> Callable[..., Any]:
     """Load a command of another package, such as the lab's `evaluate`.
 
     If the command needs a module that is not installed, it fails with a message that says what to install.
-    The entry point is a function with options for typer. It is imported at each start of `permille`, so it
-    must import heavy modules only when it runs.
     """
     run: Callable[..., Any] = entry.load()
 
@@ -211,16 +208,20 @@ app.add_typer(fleet.devices, name="devices", rich_help_panel=DEVICES)
 app.add_typer(fleet.runs, name="runs", rich_help_panel=DEVICES)
 fleet.add_fleet(app)
 app.add_typer(federations, name="federations", rich_help_panel=DEVICES)
-app.add_typer(groups, name="groups", rich_help_panel=DEVICES)
-app.add_typer(rollouts, name="rollouts", rich_help_panel=DEVICES)
-app.add_typer(webhooks, name="webhooks", rich_help_panel=DEVICES)
+# An entry point is a function with options for typer, or a group of commands. It is imported at each start of
+# `permille`, so it must import heavy modules only when it runs.
+_added = sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
+_groups = {entry.name: found for entry in _added if isinstance(found := entry.load(), typer.Typer)}
+for _name, _group in _groups.items():
+    app.add_typer(_group, name=_name, rich_help_panel=DEVICES)
 app.add_typer(fleet.tokens, name="tokens", rich_help_panel=ADMINISTRATION)
 app.add_typer(fleet.tenants, name="tenants", rich_help_panel=ADMINISTRATION)
 app.add_typer(fleet.audit, name="audit", rich_help_panel=ADMINISTRATION)
 app.add_typer(fleet.retention, name="retention", rich_help_panel=ADMINISTRATION)
 app.add_typer(fleet.blobs, name="blobs", rich_help_panel=ADMINISTRATION)
-for _entry in entry_points(group="permille.commands"):
-    app.command(_entry.name, rich_help_panel=PACKAGES)(plugin(_entry))
+for _entry in _added:
+    if _entry.name not in _groups:
+        app.command(_entry.name, rich_help_panel=PACKAGES)(plugin(_entry))
 
 
 def main(arguments: list[str] | None = None) -> int:

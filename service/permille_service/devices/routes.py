@@ -39,7 +39,7 @@ def create_invitation(body: InvitationCreate, creating: Creating) -> Invitation:
             expires_at=row.expires_at,
         )
 
-    return creating.once(Invitation, body, make, private=True)
+    return creating.once(Invitation, body, make, private=True, removable=tables.Invitation)
 
 
 @router.get("/invitations")

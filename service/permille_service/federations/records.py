@@ -4,8 +4,8 @@ import math
 
 from sqlalchemy.orm import Session
 
+from permille.confidence import lower_mean
 from permille.federation.definition import Definition
-from permille.fleet.statistics import lower_mean
 from permille.privacy.zcdp import signal_to_noise
 from permille.schemas.federations import (
     EVIDENCE_DEVICES,

@@ -37,7 +37,7 @@ def create_corpus(body: CorpusCreate, creating: Creating) -> Corpus:
         )
         return present(row)
 
-    return creating.add(Corpus, body, make)
+    return creating.add(Corpus, body, make, removable=tables.Corpus)
 
 
 @router.get("")

@@ -46,7 +46,7 @@ def create_model(body: ModelCreate, creating: Creating) -> Model:
         )
         return present(row)
 
-    return creating.add(Model, body, make)
+    return creating.add(Model, body, make, removable=tables.Model)
 
 
 @router.get("")

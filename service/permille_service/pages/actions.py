@@ -1,4 +1,4 @@
-"""Actions that operators start from the web interface: builds, releases, rollouts and invitations.
+"""Actions that operators start from the web interface: builds, releases and invitations.
 
 Each form is made from a request model of the API, and calls the function of the API's route. Permissions,
 rules, errors and audit entries are therefore the same as in the API. Before an action that affects devices, a
@@ -9,36 +9,34 @@ operator confirms, the page asks again.
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from permille.schemas.devices import Invitation, InvitationCreate
-from permille.schemas.fleet.rollouts import Rollout, RolloutApproval, RolloutCreate
 from permille.schemas.jobs import JobKind
 from permille.schemas.packages import BuildCreate
 from permille.schemas.problems import ProblemType
 from permille.schemas.releases import ReleaseCreate
-from permille.store import releases, rows, tables
+from permille.store import releases, tables
 from permille.store.database import now
-from permille.store.fleet import groups
+from permille.store.fleet.versions import followers
 from permille.store.ids import new_code
 from permille_service.creation import KEPT_FOR, Creation
 from permille_service.devices import routes as device_routes
+from permille_service.extension import service_extensions
 from permille_service.forms import Form, form_of
 from permille_service.pages import forms, sign_in
 from permille_service.pages.names import names_of
 from permille_service.pages.rendering import MakerPage, Page, PageRoute
 from permille_service.problems import ApiError
 from permille_service.releases import routes as release_routes
-from permille_service.rollouts import routes as rollout_routes
-from permille_service.rollouts.records import present
-from permille_service.rollouts.routes import RolloutId
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
-_CONFIRMED, _REVERT = "confirmed", "Revert the rollout"
+CONFIRMED: Final = "confirmed"
+Found = TypeVar("Found")
 TypedForm = Annotated[dict[str, str], Depends(sign_in.form_of)]
 
 
@@ -62,7 +60,7 @@ class Effect:
 
     def is_confirmed(self, typed: Mapping[str, str]) -> bool:
         """Return whether the operator has confirmed these facts, and not facts that were shown earlier."""
-        return typed.get("step") == _CONFIRMED and typed.get("shown") == self.shown
+        return typed.get("step") == CONFIRMED and typed.get("shown") == self.shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,26 +93,10 @@ class Action:
         return form_of(self.request)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """An action on an existing rollout, for example to pause it.
-
-    Attributes:
-        call: the function of the API's route.
-        words: the text that describes the effect on devices, with places for numbers and versions.
-        request: the model of the route's body, or None if the route takes no body.
-    """
-
-    button: str
-    call: Callable[..., Rollout]
-    words: str
-    request: type[BaseModel] | None = None
-
-
 @router.get("/new/{name}")
 def show_form(name: str, request: Request, page: MakerPage) -> Response:
     """Show the form of an action. The query of the URL can fill its fields."""
-    return _form(page, ACTIONS[_known(name, ACTIONS)], dict(request.query_params), None)
+    return _form(page, find(name, actions()), dict(request.query_params), None)
 
 
 @router.post("/new/{name}")
@@ -122,7 +104,7 @@ def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
     """Run the action, after a confirmation if it affects devices. If it fails, show the form with the typed
     values.
     """
-    action = ACTIONS[_known(name, ACTIONS)]
+    action = find(name, actions())
     if typed.get("step") == "edit":
         return _form(page, action, typed, None)
     try:
@@ -141,7 +123,7 @@ def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
                 button=action.button,
                 effect=effect,
                 typed=typed,
-                changed=typed.get("step") == _CONFIRMED,
+                changed=typed.get("step") == CONFIRMED,
                 problem=None,
                 back=None,
             )
@@ -151,73 +133,17 @@ def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
     return action.after(page, made)
 
 
-@router.get("/rollouts/{rollout_id}/{move}")
-def show_move(rollout_id: RolloutId, move: str, page: MakerPage) -> Response:
-    """Show the effect of an action on a rollout, and ask for a confirmation."""
-    return _ask_move(page, rollout_id, move)
+def actions() -> Mapping[str, Action]:
+    """Return all actions, including those of extensions, by the name in their path."""
+    added = [action for extension in service_extensions() for action in extension.actions.items()]
+    return {**_ACTIONS, **dict(added)}
 
 
-@router.post("/rollouts/{rollout_id}/{move}")
-def move_rollout(rollout_id: RolloutId, move: str, page: MakerPage, typed: TypedForm) -> Response:
-    """Run an action on a rollout after its confirmation."""
-    operator = page.acting(f"{move}_rollout", f"/v1/rollouts/{rollout_id}/{move}")
-    known = _MOVES[_known(move, _MOVES)]
-    if not _effect_of(page, rollout_id, known)[1].is_confirmed(typed):
-        return _ask_move(page, rollout_id, move, changed=typed.get("step") == _CONFIRMED)
-    try:
-        asked = known.request
-        body = () if asked is None else (forms.parse(form_of(asked), asked, typed),)
-        known.call(rollout_id, *body, page.service, operator)
-    except Exception as exc:  # noqa: BLE001 - any error is shown on the page of the confirmation
-        return _ask_move(page, rollout_id, move, exc=exc)
-    return page.go_to(f"rollouts/{rollout_id}")
-
-
-def _known(name: str, of: Mapping[str, object]) -> str:
-    """Return the name if it is a key of `of`. Otherwise raise ApiError (`not-found`)."""
+def find(name: str, of: Mapping[str, Found]) -> Found:
+    """Return the value of a name. Raises ApiError (`not-found`) if there is none."""
     if name not in of:
         raise ApiError(ProblemType.NOT_FOUND, f"there is no page {name[:80]!r}")
-    return name
-
-
-def _effect_of(page: Page, rollout_id: str, move: Move) -> tuple[Rollout, Effect]:
-    """Return a rollout, and the effect that an action on it has on devices."""
-    with page.service.database.read() as session:
-        row = rows.get(session, tables.Rollout, tenant_id=page.tenant_id, row_id=rollout_id)
-        # A revert moves the alias, so count all devices that follow the alias, not only those of the group.
-        group_id = None if move.button == _REVERT else row.group_id
-        found = _followers(session, page.tenant_id, row.release, row.alias, group_id)
-        rollout, facts = present(session, row), (row.revision, row.approved)
-    words = move.words.format(
-        all=_count(found),
-        begun=_count(sum(wave.offered for wave in rollout.funnel)),
-        version=f"{rollout.release} {rollout.version}",
-        before=rollout.before,
-        wave=f"Wave {rollout.wave} of {len(rollout.funnel)}",
-        following=rollout.wave + 1,
-        following_size=rollout.funnel[min(rollout.wave, len(rollout.funnel) - 1)].size,
-        size=rollout.funnel[rollout.wave - 1].size,
-    )
-    return rollout, Effect(words=words, facts=facts)
-
-
-def _ask_move(
-    page: Page, rollout_id: str, move: str, *, changed: bool = False, exc: Exception | None = None
-) -> Response:
-    known = _MOVES[_known(move, _MOVES)]
-    rollout, effect = _effect_of(page, rollout_id, known)
-    problem = None if exc is None else page.problem_of(exc)
-    return page.render(
-        "confirm",
-        status=200 if problem is None else problem.status,
-        title=f"{known.button} of {rollout.release} {rollout.version}",
-        button=known.button,
-        effect=effect,
-        typed={} if known.request is None else {"wave": rollout.wave + 1},
-        changed=changed,
-        problem=problem,
-        back=f"/ui/rollouts/{rollout_id}",
-    )
+    return of[name]
 
 
 def _form(page: Page, action: Action, typed: forms.Typed, exc: Exception | None) -> Response:
@@ -257,7 +183,7 @@ def _release_effect(session: Session, tenant_id: str, body: ReleaseCreate) -> Ef
     version = releases.latest_version(session, tenant_id=tenant_id, name=body.name) + 1
     earlier = names_of(session, tenant_id, [body.package_digest]).get(body.package_digest)
     same = "a package that is in no release yet" if earlier is None else f"the package of {earlier}"
-    count = _count(_followers(session, tenant_id, body.name, body.alias))
+    count = count_words(followers(session, tenant_id, body.name, body.alias))
     return Effect(
         words=f"Version {version} of {body.name} will have {same}. The alias {body.alias} will point at this "
         f"version. This affects {count}: devices that follow the alias install the version when they next "
@@ -266,33 +192,8 @@ def _release_effect(session: Session, tenant_id: str, body: ReleaseCreate) -> Ef
     )
 
 
-def _rollout_effect(session: Session, tenant_id: str, body: RolloutCreate) -> Effect | None:
-    if body.draft:
-        return None
-    found = _followers(session, tenant_id, body.release, body.alias, body.group_id)
-    version = body.version or releases.latest_version(session, tenant_id=tenant_id, name=body.release)
-    # Refuse an unknown version before the operator is asked to confirm.
-    releases.get(session, tenant_id=tenant_id, name=body.release, version=version)
-    before = session.get(tables.Alias, (tenant_id, body.release, body.alias))
-    return Effect(
-        words=f"{_count(found)} may get {body.release} {version}. The first wave ({body.rules.waves[0]} of "
-        "them) opens at once. The other waves follow as long as the rollout does not halt.",
-        facts=(version, None if before is None else before.version, body.model_dump_json()),
-    )
-
-
-def _followers(
-    session: Session, tenant_id: str, release: str, alias: str, group_id: str | None = None
-) -> int:
-    """Count the devices that follow an alias. With a group, count only its members."""
-    group = None
-    if group_id is not None:
-        group = rows.get(session, tables.DeviceGroup, tenant_id=tenant_id, row_id=group_id)
-    found = groups.candidates(session, tenant_id=tenant_id, release=release, alias=alias)
-    return len(groups.chosen(groups.rule_of(group), found))
-
-
-def _count(devices: int) -> str:
+def count_words(devices: int) -> str:
+    """Return a number of devices in words."""
     return "1 device" if devices == 1 else f"{devices:,} devices".replace(",", " ")
 
 
@@ -307,7 +208,7 @@ _PUBLISH: Final = Action(
     after=lambda page, made: page.go_to(f"releases/{made.name}?version={made.version}"),
     effect=_release_effect,
 )
-ACTIONS: Final[dict[str, Action]] = {
+_ACTIONS: Final[dict[str, Action]] = {
     "build": Action(
         title="Build a package",
         button="Start the build",
@@ -320,17 +221,6 @@ ACTIONS: Final[dict[str, Action]] = {
     ),
     "release": _PUBLISH,
     "rollback": replace(_PUBLISH, title="Roll back", button="Roll back"),
-    "rollout": Action(
-        title="Roll out a version in waves",
-        button="Roll out",
-        path="/v1/rollouts",
-        operation="create_rollout",
-        request=RolloutCreate,
-        first=("release", "version", "alias", "group_id", "rules_waves", "on_stop", "draft"),
-        call=rollout_routes.create_rollout,
-        after=lambda page, made: page.go_to(f"rollouts/{made.id}"),
-        effect=_rollout_effect,
-    ),
     "invitation": Action(
         title="Invite a device",
         button="Invite",
@@ -340,38 +230,5 @@ ACTIONS: Final[dict[str, Action]] = {
         first=("release", "alias"),
         call=device_routes.create_invitation,
         after=_show_invitation,
-    ),
-}
-_MOVES: Final[dict[str, Move]] = {
-    "resume": Move(
-        button="Resume the rollout",
-        call=rollout_routes.resume_rollout,
-        words="{wave} will be open to {size} of {all}, which will get {version}. Failures until now no "
-        "longer count.",
-    ),
-    "approve": Move(
-        button="Approve the next wave",
-        call=rollout_routes.approve_rollout,
-        words="{wave} is open. Wave {following} will open to {following_size} of {all} as soon as its other "
-        "conditions hold. These devices will then get {version}.",
-        request=RolloutApproval,
-    ),
-    "pause": Move(
-        button="Pause the rollout",
-        call=rollout_routes.pause_rollout,
-        words="Until you resume the rollout, no other device starts the update to {version}. The update has "
-        "started on {begun} of {all}, and goes on there.",
-    ),
-    "stop": Move(
-        button="Stop the rollout",
-        call=rollout_routes.stop_rollout,
-        words="The update to {version} has started on {begun} of {all}. Devices that have started keep that "
-        "version. No other device will get it. A stopped rollout cannot be resumed.",
-    ),
-    "revert": Move(
-        button=_REVERT,
-        call=rollout_routes.revert_rollout,
-        words="The package of version {before} will be published as a new version, which {all} will install. "
-        "The update to {version} has started on {begun} of them.",
     ),
 }

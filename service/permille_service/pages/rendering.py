@@ -23,6 +23,7 @@ from permille.schemas.problems import Problem
 from permille_service import problems
 from permille_service.access.principals import RANK, Authentication, Operator, require_role
 from permille_service.context import Served, Service
+from permille_service.extension import service_extensions
 from permille_service.pages import assets, sign_in
 
 logger = logging.getLogger(__name__)
@@ -36,21 +37,24 @@ HEADERS: Final = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_PARTS: Final = frozenset({"job", "jobs", "rollout"})  # pages with a part that htmx requests again and again
 _SPANS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def make_environment(styles: assets.Asset, scripts: assets.Asset) -> Environment:
     """Return the Jinja environment for all templates, with the functions and filters that they use."""
+    added = service_extensions()
+    folders = [assets.FOLDER / "templates", *(one.templates for one in added if one.templates)]
     made = Environment(
-        loader=FileSystemLoader(assets.FOLDER / "templates"),
+        loader=FileSystemLoader(folders),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     made.globals |= {"styles": styles.name, "scripts": scripts.name, "link": link}
+    made.globals["added_views"] = [view for extension in added for view in extension.views]
+    made.globals["added_actions"] = {name for extension in added for name in extension.actions}
     made.filters |= {
         "ago": ago,
         "span": span,
@@ -77,11 +81,6 @@ class Page:
         """The tenant whose objects the page may show."""
         return self.operator.tenant_id
 
-    @property
-    def is_part(self) -> bool:
-        """Return whether htmx requests only the part of the page that changes."""
-        return self.request.headers.get("hx-request") == "true"
-
     def may(self, role: Role) -> bool:
         """Return whether the operator has at least this role."""
         return RANK[self.operator.role] >= RANK[role]
@@ -95,21 +94,27 @@ class Page:
         return _read_problem(from_thread.run(problems.answer, self.request, exc))
 
     def render(self, template: str, *, status: int = 200, **values: object) -> Response:
-        """Render a template. If htmx asks and the template has a part `_template`, render only this part."""
-        part = f"_{template}" if self.is_part and template in _PARTS else template
-        return render(self.request, part, {"page": self, **values}, status=status)
+        """Render a template with the page itself as a value."""
+        return render(self.request, template, {"page": self, **values}, status=status)
 
     def go_to(self, path: str) -> Response:
         """Redirect the browser to another page. The path is relative to `/ui`."""
         return RedirectResponse(f"{sign_in.PATH}/{path}", status_code=303, headers=HEADERS)
 
 
+def is_part(request: Request) -> bool:
+    """Return whether htmx requests only the part of a page that changes."""
+    return request.headers.get("hx-request") == "true"
+
+
 def render(
     request: Request, template: str, values: Mapping[str, object], *, status: int = 200
 ) -> HTMLResponse:
-    """Render a template as a response."""
+    """Render a template as a response. If htmx asks, render only the part `_template` if there is one."""
     environment: Environment = request.app.state.templates
-    content = environment.get_template(f"{template}.html.jinja").render({"request": request, **values})
+    parts = [f"_{template}.html.jinja"] if is_part(request) else []
+    chosen = environment.select_template([*parts, f"{template}.html.jinja"])
+    content = chosen.render({"request": request, **values})
     return HTMLResponse(content, status_code=status, headers=HEADERS)
 
 
@@ -160,7 +165,7 @@ class PageRoute(APIRoute):
 
 
 def _to_sign_in(request: Request) -> Response:
-    if request.headers.get("hx-request") == "true":
+    if is_part(request):
         return Response(status_code=200, headers={**HEADERS, "HX-Redirect": f"{sign_in.PATH}/sign-in"})
     wanted = f"{request.url.path}?{request.url.query}".rstrip("?") if request.method == "GET" else ""
     where = f"{sign_in.PATH}/sign-in" + (f"?next={quote(wanted)}" if wanted != sign_in.PATH else "")
@@ -169,10 +174,9 @@ def _to_sign_in(request: Request) -> Response:
 
 def _error(request: Request, answer: Response) -> Response:
     problem = _read_problem(answer)
-    part = request.headers.get("hx-request") == "true"
     values = {"problem": problem, "at": datetime.now(UTC)}
-    page = render(request, "_error" if part else "error", values, status=problem.status)
-    if part:
+    page = render(request, "error", values, status=problem.status)
+    if is_part(request):
         page.headers["HX-Retarget"], page.headers["HX-Reswap"] = "#notice", "innerHTML"
     if "Retry-After" in answer.headers:
         page.headers["Retry-After"] = answer.headers["Retry-After"]

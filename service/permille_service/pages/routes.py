@@ -14,9 +14,10 @@ from permille.store import rows, tables
 from permille.store.jobs import queue
 from permille_service.access.principals import PUBLIC, Operator, find_principal
 from permille_service.context import Served
+from permille_service.extension import service_extensions
 from permille_service.jobs import records
 from permille_service.jobs import routes as job_routes
-from permille_service.pages import actions, assets, fleet, history, rollouts, sign_in, work
+from permille_service.pages import actions, assets, fleet, history, sign_in, work
 from permille_service.pages.names import lines_of, names_of, page_at
 from permille_service.pages.rendering import (
     HEADERS,
@@ -25,6 +26,7 @@ from permille_service.pages.rendering import (
     PageRoute,
     ViewerPage,
     WatcherPage,
+    is_part,
     make_environment,
     render,
 )
@@ -116,7 +118,7 @@ def retry(job_id: JobId, page: MakerPage) -> Response:
 
 
 def _after(page: Page, job_id: str) -> Response:
-    if page.is_part:
+    if is_part(page.request):
         return _job(page, job_id)
     return page.go_to(f"jobs/{job_id}")
 
@@ -152,4 +154,7 @@ def show_nothing(path: str) -> Response:
     raise ApiError(ProblemType.NOT_FOUND, f"there is no page {path[:80]!r}")
 
 
-ROUTERS = (router, actions.router, history.router, work.router, fleet.router, rollouts.router, nothing)
+def routers() -> tuple[APIRouter, ...]:
+    """Return the routers of all pages, including those of extensions."""
+    added = (router for extension in service_extensions() for router in extension.page_routers)
+    return (router, actions.router, history.router, work.router, fleet.router, *added, nothing)

@@ -23,7 +23,7 @@ from permille.trust.repository import KEYS_AT_START, Repository
 from permille.trust.roles import TIMESTAMP, TIMESTAMP_FILE
 from permille_service.access.principals import Operator
 from permille_service.context import Service
-from permille_service.rollouts.signing import sign_all
+from permille_service.extension import service_extensions
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -106,7 +106,7 @@ def change_by(
 def read_file(service: Service, tenant_id: str, file: str) -> bytes:
     """Return a metadata file for a client.
 
-    If the file is the timestamp, first sign the rollouts that have changed, and renew the timestamp if it is
+    If the file is the timestamp, first let extensions sign what has changed, and renew the timestamp if it is
     due. If this fails, for example on a full disk, return the old timestamp until it expires.
 
     Raises:
@@ -118,7 +118,8 @@ def read_file(service: Service, tenant_id: str, file: str) -> bytes:
         return data
 
     def renew(session: Session, repository: Repository) -> bytes:
-        sign_all(service, session, repository, tenant_id)
+        for extension in service_extensions():
+            extension.sign(service, session, repository, tenant_id)
         if is_due(TIMESTAMP, repository.newest[TIMESTAMP], at):
             repository.renew()
         return repository.newest[TIMESTAMP]

@@ -13,7 +13,6 @@ MODULES = (
     "permille_service.limits",
     "permille_service.pages.rendering",
     "permille_service.pages.sign_in",
-    "permille_workers.runtime.webhooks",
 )
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from permille.package.blobs import BlobFolder
-from permille.schemas.webhooks import EventType
-from permille.store import runs, uploads, webhooks
+from permille.store import runs, uploads
 from permille.store.database import Database
 from permille.store.federations import rounds
 from permille.store.jobs import claims
@@ -86,17 +85,6 @@ def test_a_round_of_the_wrong_time_ends_in_its_time(db: Database, tenant_id: str
     clock.forward(-YEAR_S)
     rounds.sweep(db)
     assert site.round().deadline_at == clock.at + timedelta(seconds=DEADLINE_S)
-
-
-def test_an_event_of_the_wrong_time_is_sent(db: Database, tenant_id: str, clock: Clock) -> None:
-    clock.forward(YEAR_S)
-    with db.write() as session:
-        webhooks.create(session, tenant_id=tenant_id, url="https://example.org/")
-        webhooks.tell(session, tenant_id=tenant_id, event=EventType.DONE, data={})
-    clock.forward(-YEAR_S)
-    with db.write() as session:
-        assert len(webhooks.claim(session)) == 1
-        assert webhooks.claim(session) == []
 
 
 def test_a_collection_of_the_wrong_time_holds_none_up(db: Database, clock: Clock) -> None:

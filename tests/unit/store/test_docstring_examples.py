@@ -6,12 +6,12 @@ import pkgutil
 
 import pytest
 
-PACKAGES = ("federation", "fleet", "package", "privacy", "sandbox", "schemas", "store", "trust")
+PACKAGES = ("federation", "package", "privacy", "sandbox", "schemas", "store", "trust")
 NOT_IMPORTED = ("permille.store.migrations.env",)  # only Alembic can run it
 
 
 def _modules() -> list[str]:
-    names = ["permille.telemetry"]
+    names = ["permille.confidence", "permille.telemetry"]
     for package in PACKAGES:
         found = importlib.import_module(f"permille.{package}")
         names += [module.name for module in pkgutil.walk_packages(found.__path__, f"{found.__name__}.")]

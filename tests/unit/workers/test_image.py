@@ -17,7 +17,7 @@ from scripts.lock import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAMS = ("permille", "permille_service", "permille_workers", "permille_agent", "permille_lab")
-FOLDERS = (".", "service", "workers", "edge_agent", "lab")
+FOLDERS = (".", "service", "workers", "edge_agent", "lab", "extensions")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Selected by a URL in the settings, not by an import.
 DRIVERS = {"postgres": "psycopg", "celery": "redis"}

@@ -1,7 +1,8 @@
 """Periodic maintenance.
 
-Every worker regularly takes back jobs whose lease has expired, advances builds, rounds and rollouts, sends
-lost messages again, and deletes expired tokens, uploads that were given up, and the folders of ended jobs.
+Every worker regularly takes back jobs whose lease has expired, advances builds and rounds, sends lost
+messages again, and deletes expired tokens, uploads that were given up, and the folders of ended jobs.
+Extensions add steps of their own.
 Once an hour by default, one of the workers applies the retention rules and deletes unreferenced blobs.
 """
 
@@ -19,7 +20,6 @@ from permille.package.blobs import BlobFolder
 from permille.store import devices, uploads
 from permille.store.database import Database
 from permille.store.federations import rounds
-from permille.store.fleet import rollouts
 from permille.store.jobs import claims
 from permille.store.jobs.claims import pull_back
 from permille.store.jobs.dispatch import CeleryDispatcher, note_worker
@@ -27,7 +27,7 @@ from permille.store.migrations.schema import check_newest
 from permille.store.retention import rules
 from permille.store.retention.collection import collect, references, take_turn
 from permille.telemetry import Outage
-from permille_workers.runtime import webhooks
+from permille_workers.runtime.extension import worker_extensions
 from permille_workers.runtime.metrics import count_sweep
 from permille_workers.runtime.settings import RESEND_AFTER_S, WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
@@ -74,8 +74,9 @@ class Sweeper:
             for steps in (self._row_steps(), self._blob_steps())
         )
         start_thread(self.run_collections, "collector")
-        # Webhooks have a thread of their own, so that a slow receiver does not delay the sweep.
-        start_thread(self.run_webhooks, "webhooks")
+        for extension in worker_extensions():
+            for what, repeated in extension.threads.items():
+                start_thread(partial(self._repeat, what, partial(repeated, self.db, self.settings)), what)
         while not self.shutdown.asked.wait(self.settings.sweep_s):
             # A worker of an older version must not work on a migrated database.
             if not try_step(self._check_schema, schema):
@@ -98,10 +99,14 @@ class Sweeper:
         """Return the steps of a sweep of the database. If one fails, the others still run."""
         return {
             "end expired leases": self._end_leases,
-            # This may add jobs, for which the next step sends messages.
+            # These may add jobs, for which the next step sends messages.
             "end rounds": partial(rounds.sweep, self.db),
+            **{
+                what: partial(step, self.db)
+                for extension in worker_extensions()
+                for what, step in extension.sweeps.items()
+            },
             "send lost messages": self._resend,
-            "advance rollouts": partial(rollouts.sweep, self.db),
             "delete expired tokens": self._delete_tokens,
             "record that this worker runs": self._note_worker,
         }
@@ -147,12 +152,11 @@ class Sweeper:
     def _sweep_blobs(self) -> None:
         self.blobs.sweep(before_s=time.time() - _UNFINISHED_BLOB_S)
 
-    def run_webhooks(self) -> None:
-        """Every `sweep_s` seconds, send the webhook events that are due."""
-        send = partial(webhooks.post, allow_private=self.settings.webhook_private)
-        outage = Outage(_log, "cannot send webhooks")
+    def _repeat(self, what: str, step: Step) -> None:
+        """Run a step every `sweep_s` seconds."""
+        outage = Outage(_log, f"cannot {what}")
         while not self.shutdown.asked.wait(self.settings.sweep_s):
-            try_step(lambda: webhooks.send_due(self.db, send), outage)
+            try_step(step, outage)
 
     def run_collections(self) -> None:
         """Every `collect_every_s` seconds, apply the retention rules and delete unreferenced blobs.

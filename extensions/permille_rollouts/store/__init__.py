@@ -1,0 +1,1 @@
+"""Database rows of groups, rollouts and webhooks. The core has their tables."""

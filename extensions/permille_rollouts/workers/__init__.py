@@ -1,0 +1,1 @@
+"""The workers' part of rollouts: they advance rollouts and send webhooks."""

@@ -1,0 +1,50 @@
+"""The part of an extension for the service: routers, signed changes, metrics and web pages."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
+from prometheus_client.core import Metric
+from sqlalchemy.orm import Session
+
+from permille.extensions import extensions
+from permille.trust.repository import Repository
+from permille_service.context import Service
+
+if TYPE_CHECKING:
+    from permille_service.pages.actions import Action
+
+Sign = Callable[[Service, Session, Repository, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceExtension:
+    """What an extension adds to the service. An entry point in `permille.service` names one.
+
+    Attributes:
+        routers: the routers of the API.
+        tags: the tags of the routers, with their descriptions, for the OpenAPI document.
+        sign: signs what has changed in a tenant's repository since the last call. The service calls it before
+            it answers a request for the TUF timestamp.
+        metrics: reads metrics from the database.
+        page_routers: the routers of the web pages.
+        views: the paths and the names of pages to list in the navigation, below `/ui`.
+        actions: the actions that a page can start, by the name in their path.
+        templates: the folder with the templates of the pages.
+    """
+
+    routers: tuple[APIRouter, ...] = ()
+    tags: tuple[Mapping[str, str], ...] = ()
+    sign: Sign = lambda _service, _session, _repository, _tenant_id: None
+    metrics: Callable[[Session], Iterable[Metric]] = lambda _session: ()
+    page_routers: tuple[APIRouter, ...] = ()
+    views: tuple[tuple[str, str], ...] = ()
+    actions: Mapping[str, "Action"] = field(default_factory=dict)
+    templates: Path | None = None
+
+
+def service_extensions() -> tuple[ServiceExtension, ...]:
+    """Return the parts of the installed extensions for the service."""
+    return extensions("service", ServiceExtension)
