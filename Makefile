@@ -76,7 +76,7 @@ sbom: $(VENV)/.installed  ## Write lists of all components (CycloneDX) to build/
 	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom/environment.cdx.json $(BIN)/python
 	@ls build/sbom
 
-test-slow: $(VENV)/.native system-packages smollm2  ## Run the tests that nobody waits for: tour, demo, kills at each step, fuzz (a quarter of an hour)
+test-slow: $(VENV)/.native system-packages smollm2  ## Run the tests that nobody waits for: attacks, whole flows, kills, fuzz (20 minutes)
 	$(TEST_FILES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m slow
 
 EXTENSION ?= permille_rollouts

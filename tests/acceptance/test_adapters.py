@@ -24,6 +24,7 @@ ADAPTER = ("--adapter", "lora", "--rank", "4", "--alpha", "8")
 WITH_LOG = ("--share-log", "--queries", "8")
 
 
+@pytest.mark.slow
 def test_an_adapter_from_its_build_to_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import peft  # slow, so not at each start of the tests
 

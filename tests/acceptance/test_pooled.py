@@ -50,6 +50,7 @@ def checked(up: Running, run_id: str) -> dict[str, Any]:
     raise AssertionError(f"expected a verdict on {run_id} within {WAIT_S} s")
 
 
+@pytest.mark.slow
 def test_from_a_public_corpus_to_a_persons_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "models" / "tiny")
     write_corpus(tmp_path / "corpora" / "texts.jsonl")

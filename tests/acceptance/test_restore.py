@@ -62,6 +62,7 @@ def publish(running: Running, seed: int) -> str:
     return digest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_was_backed_up_comes_back_by_the_guides_commands(tmp_path: Path) -> None:
     (backup,), (files, after) = commands("back-up.md"), commands("restore.md")

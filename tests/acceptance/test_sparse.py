@@ -15,6 +15,7 @@ _EXAMPLES = ROOT / "examples"
 _SHORT = ("--sequences", "16", "--length", "128")
 
 
+@pytest.mark.slow
 def test_a_sparse_model_is_packed_trained_and_adopted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -222,11 +222,13 @@ def test_the_agent_imports_nothing_outside_its_lock(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_a_worker_imports_nothing_outside_its_lock() -> None:
     done = subprocess.run(_gated("worker", WORKER), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.attack(12, "the API's machine carries torch")
 def test_the_api_starts_and_answers_with_nothing_outside_its_lock(tmp_path: Path) -> None:
     assert not {"torch", "transformers", "triton"} & {one.name for one in locked("api")}

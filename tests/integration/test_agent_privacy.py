@@ -202,6 +202,7 @@ def test_the_device_talks_to_its_service_alone(walk: Walk) -> None:
     assert repr(("127.0.0.1", port)) in walk.site.connections()
 
 
+@pytest.mark.slow
 def test_a_round_sends_integers_and_no_text(tmp_path: Path) -> None:
     """This uses the real commands, the daemon and the real service."""
     folder = tmp_path / f"of-{USER}"

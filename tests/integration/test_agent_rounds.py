@@ -428,6 +428,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_rounds_of_every_estimator_by_text_of_every_size(
     service: Service, site: Site, agents: list[Agent], tmp_path: Path
 ) -> None:

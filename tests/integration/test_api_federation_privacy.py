@@ -373,6 +373,7 @@ def test_a_keepers_rounds_move_on_and_the_service_holds_no_integer(
     assert site.members[0].history.s_W.any()
 
 
+@pytest.mark.slow
 def test_a_round_waits_for_its_keeper_and_is_void_when_that_stays_away(
     api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

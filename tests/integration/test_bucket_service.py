@@ -48,6 +48,7 @@ def agent(capsys: pytest.CaptureFixture[str], home: Path, *arguments: str) -> An
     return json.loads(printed.out)
 
 
+@pytest.mark.slow
 def test_a_package_goes_from_a_worker_through_the_bucket_to_a_device_that_trains_and_reports(
     site: Gate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ def test_dispatched_jobs_finish(site: Site) -> None:
     assert len(site.results()) == 3
 
 
+@pytest.mark.slow
 def test_a_message_that_comes_twice_runs_the_job_once(site: Site) -> None:
     job = site.submit()
     dispatcher = dispatcher_of(site)
@@ -51,6 +52,7 @@ def test_a_message_that_comes_twice_runs_the_job_once(site: Site) -> None:
     assert len(site.results()) == 2
 
 
+@pytest.mark.slow
 def test_a_broker_that_dies_and_forgets_loses_no_job(
     site: Site, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +69,7 @@ def test_a_broker_that_dies_and_forgets_loses_no_job(
     assert len(site.results()) == 4
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_nothing_looks_for_jobs_itself(
     site: Site, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +82,7 @@ def test_a_worker_that_is_told_nothing_looks_for_jobs_itself(
         assert site.wait_for_state(job, "succeeded").attempt == 1
 
 
+@pytest.mark.slow
 def test_an_idle_worker_ends_although_its_broker_hangs(site: Site, redis: Redis) -> None:
     first = site.submit()
     worker = site.start_worker()
@@ -88,6 +92,7 @@ def test_an_idle_worker_ends_although_its_broker_hangs(site: Site, redis: Redis)
     assert worker.wait(TIMEOUT_S) == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_gives_the_job_back_although_the_broker_hangs(site: Site, redis: Redis) -> None:
     site.settings["DRAIN_S"] = "86400"
     job = site.submit(steps=10_000, step_s=0.1)
@@ -104,6 +109,7 @@ def test_a_second_signal_gives_the_job_back_although_the_broker_hangs(site: Site
     assert (after.state, after.attempt) == ("queued", 0)
 
 
+@pytest.mark.slow
 def test_a_broker_that_hangs_keeps_no_job(site: Site, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JOB_TASKS_SILENCE_S", "0.5")
     first = site.submit()

@@ -96,6 +96,7 @@ def check_counted_once(site: Site, sent: list[bytes], number: int = 0) -> None:
         assert not [row for row in session.query(Participation) if row.data is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", _short(WORKER_STEPS))
 def test_a_worker_killed_while_it_closes_a_round(tmp_path: Path, step: str) -> None:
     mark = tmp_path / "mark"
@@ -111,6 +112,7 @@ def test_a_worker_killed_while_it_closes_a_round(tmp_path: Path, step: str) -> N
         check_counted_once(site, sent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", _short(API_STEPS))
 def test_an_api_killed_while_it_takes_a_contribution(tmp_path: Path, step: str) -> None:
     mark = tmp_path / "mark"

@@ -81,6 +81,7 @@ def test_a_killed_download_goes_on(site: HubSite, tmp_path: Path) -> None:
     assert not list(folder.rglob("*.incomplete")), "what the killed one left is no use to anybody"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("repository", "commit", "words"),
     [
@@ -99,6 +100,7 @@ def test_a_refusal_says_what_to_do(
     assert not list(tmp_path.glob("hub/*/*/.complete"))
 
 
+@pytest.mark.slow
 def test_a_hub_out_of_reach_is_no_model_without_files(site: HubSite, tmp_path: Path) -> None:
     folder = tmp_path / "hub" / REPOSITORY.replace("/", "--") / COMMIT
     folder.mkdir(parents=True)

@@ -39,6 +39,7 @@ def test_jobs_finish_and_leave_no_work_folder(site: Site) -> None:
     wait_until(lambda: not list((site.root / "work" / "jobs").iterdir()), site.explain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", ["local", "celery"], indirect=True)
 def test_a_killed_worker_takes_its_child_along_and_another_attempt_resumes(site: Site) -> None:
     site.settings["LEASE_S"] = "2"
@@ -58,6 +59,7 @@ def test_a_killed_worker_takes_its_child_along_and_another_attempt_resumes(site:
     assert resumed_from > 0
 
 
+@pytest.mark.slow
 @anywhere
 def test_a_stalled_worker_that_wakes_up_cannot_publish(site: Site) -> None:
     site.settings["LEASE_S"] = "2"
@@ -133,6 +135,7 @@ def test_sigterm_lets_a_short_job_finish(site: Site) -> None:
     assert site.read(job).state == "succeeded"
 
 
+@pytest.mark.slow
 @anywhere
 def test_sigterm_gives_a_long_job_back_unharmed(site: Site) -> None:
     site.settings["DRAIN_S"] = "0.2"
@@ -166,6 +169,7 @@ def test_workers_killed_at_random_moments_lose_nothing_and_publish_once(site: Si
     assert len(fences) == len(set(fences))
 
 
+@pytest.mark.slow
 def test_a_worker_ends_although_its_database_hangs(tmp_path: Path) -> None:
     with postgres_server() as server, job_site(tmp_path, database_url=server.url) as site:
         site.settings["DRAIN_S"] = "0"
@@ -178,6 +182,7 @@ def test_a_worker_ends_although_its_database_hangs(tmp_path: Path) -> None:
             assert worker.wait(TIMEOUT_S) == 0
 
 
+@pytest.mark.slow
 def test_a_slot_that_gets_no_thread_takes_the_next_job(site: Site, tmp_path: Path) -> None:
     """`can't start new thread` is what a limit of processes (a pod's, or of systemd) gives."""
     (tmp_path / "sitecustomize.py").write_text(NO_THREAD)

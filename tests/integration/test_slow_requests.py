@@ -119,6 +119,7 @@ def test_a_locked_table_holds_up_no_other_request(tmp_path: Path) -> None:
         assert api.get("/v1/models").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_database_that_falls_silent_is_a_503_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

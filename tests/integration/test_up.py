@@ -20,6 +20,7 @@ from tests.preloaded import children
 from tests.running_service import permille_up, running_service
 
 
+@pytest.mark.slow
 def test_a_second_up_on_a_data_folder_or_port_is_refused(tmp_path: Path) -> None:
     port_file = tmp_path / "port"
     with running_service(tmp_path, "--no-worker", "--port-file", str(port_file)) as running:
@@ -36,6 +37,7 @@ def test_a_second_up_on_a_data_folder_or_port_is_refused(tmp_path: Path) -> None
         assert running.answer("models", "list") == []
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_start_again_where_they_were(tmp_path: Path) -> None:
     with running_service(tmp_path, real="yes") as running:
         api, worker = children(running.process.pid)

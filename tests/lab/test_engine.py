@@ -86,6 +86,7 @@ def test_rounds_are_interleaved() -> None:
     assert len(found["a"]["walls"]) == 2
 
 
+@pytest.mark.slow
 def test_all_figures_of_a_tiny_shape_make_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_FIRST_ORDER", {"first order, LoRA-FA of rank 16": True})
     cells = Cells(tmp_path / "engine.jsonl")

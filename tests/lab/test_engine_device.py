@@ -16,6 +16,7 @@ SIZES = Sizes(shape="tiny", layers=None, sequences=1, tokens=8, rounds=1)
 STEP: Result = {"finite": True}
 
 
+@pytest.mark.slow
 def test_a_device_is_measured_and_its_page_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_MATRICES", ((8, 128), (9, 64)))
     monkeypatch.setattr(device, "TESTS", ("tests/unit/engines/test_coded_layers.py",))

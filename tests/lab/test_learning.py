@@ -64,6 +64,7 @@ def test_every_method_begins_at_its_base_and_ends_lower(method: str, run: TextRu
         assert points[-1]["loss"] < points[0]["loss"]
 
 
+@pytest.mark.slow
 def test_a_run_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models, data = tmp_path / "models", tmp_path / "data"
     write_model(models / "tiny")

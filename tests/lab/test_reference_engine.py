@@ -11,6 +11,7 @@ from tests.unit.engines.conformance import Conformance
 from tests.unit.engines.tiny import CONFIGS, tiny_package
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_reference_conforms(family: str, tmp_path: Path) -> None:
     tiny = tiny_package(tmp_path, family)

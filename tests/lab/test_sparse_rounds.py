@@ -83,6 +83,7 @@ def test_a_dense_adapter_says_what_merging_costs(source: Checkpoint, tmp_path: P
     assert min(only.norms) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_at", [0.02, 0.5, 0.75, 0.97])
 def test_a_killed_work_goes_on_to_the_same_bits(source: Checkpoint, tmp_path: Path, killed_at: float) -> None:
     noted: list[str] = []

@@ -206,6 +206,7 @@ def test_an_answer_that_does_not_fit_is_a_bad_row_and_ends_nothing(sweep_file: P
     assert 22 < len(_bad_rows(folder / "others.jsonl")) <= len(rows)
 
 
+@pytest.mark.slow
 def test_segments_keep_their_mask_and_are_plain_training_where_there_is_one(
     sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +238,7 @@ def test_segments_keep_their_mask_and_are_plain_training_where_there_is_one(
     assert len({record["loss"] for record in results}) == 1
 
 
+@pytest.mark.slow
 def test_tuning_seeds_are_others_and_reported_runs_alone_begin_anew(
     sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

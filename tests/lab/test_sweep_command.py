@@ -91,6 +91,7 @@ def test_a_signal_whose_exception_was_lost_ends_the_sweep_at_the_next_cell(
     assert "keeps what is done" in told
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_process_with_a_farewell(sweep_file: Path) -> None:
     # No cell of this length ends before the signal, even on a busy machine.
     sweep_file.write_text(sweep_file.read_text().replace("zo_steps = 4", "zo_steps = 4000"))

@@ -83,6 +83,7 @@ def test_a_sweep_that_is_stopped_goes_on_and_ends_as_one_that_was_not(
     assert "| sst2? (" in table  # six test items are too few to decide whether the task counts
 
 
+@pytest.mark.slow
 def test_a_search_that_is_stopped_goes_on_after_its_last_trial(sweep_file: Path, tmp_path: Path) -> None:
     one = 'methods = ["zo:random"]\n#'
     text = sweep_file.read_text().replace("methods = [", one)
@@ -116,6 +117,7 @@ def test_a_search_that_is_stopped_goes_on_after_its_last_trial(sweep_file: Path,
     assert len(searches(whole)) == len(set(trials)) + 1 > 7
 
 
+@pytest.mark.slow
 def test_seeds_that_are_added_leave_what_is_finished_as_it_is(sweep_file: Path, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     three = sweep_file.read_text().replace('"icl:1", "zo:sensitive-c4", ', "").replace('"zo:lora-4", ', "")

@@ -35,6 +35,7 @@ def worse(rng: random.Random) -> tuple[ReportCode, float]:
     return code, difference + (0.05 if rng.random() < 0.3 else 0.0)
 
 
+@pytest.mark.slow
 def test_a_good_version_stops_falsely_in_at_most_one_of_a_hundred_rollouts() -> None:
     stopped = [run for seed in range(300) if (run := simulate(good, RULES, seed=seed)).step.reason]
     assert len(stopped) <= 3, [run.step for run in stopped]

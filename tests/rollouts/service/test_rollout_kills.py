@@ -183,6 +183,7 @@ def _die(folder: Path, moment: str, act: Callable[[Api], object]) -> None:
     os._exit(1)  # the step ended without a kill
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_was_killed_is_done_once(api: Api, tmp_path: Path, name: str, moment: str) -> None:

@@ -157,6 +157,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".json", ".jinja")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [entry.name for entry in CATALOGUE])
 def test_a_published_model_reads_a_text_like_llama_cpp(name: str, tmp_path: Path) -> None:
     (entry,) = (entry for entry in CATALOGUE if entry.name == name)

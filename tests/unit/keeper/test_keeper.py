@@ -93,6 +93,7 @@ def test_a_second_set_of_a_round_is_refused_and_noted_on_both_sides(
     assert "seals of round 0" in noted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 def test_a_keeper_killed_at_any_step_gives_one_answer(home: Path, step: str) -> None:
     token = (home / "keeper.token").read_text()

@@ -174,6 +174,7 @@ def _long_text(path: Path) -> None:
     path.write_bytes(b"\x80\x02X" + (0x7FFF_FFFF).to_bytes(4, "little") + b"x.")
 
 
+@pytest.mark.slow
 @pytest.mark.attack(27, "a small pickle that claims gigabytes")
 @pytest.mark.parametrize(
     ("spoil", "is_zip"),

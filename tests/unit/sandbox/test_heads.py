@@ -29,6 +29,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> GGUFReader:
     return GGUFReader(written(exported_package(folder / "blobs", "llama"), folder / "export"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("template", "words"), BROKEN)
 def test_a_template_that_does_not_work_is_refused_with_its_file(
     file: GGUFReader, tmp_path: Path, template: str, words: str

@@ -101,6 +101,7 @@ def test_url_without_tls_is_loopback(tmp_path: Path) -> None:
     assert client_url(settings, 9) == "http://[::1]:9"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

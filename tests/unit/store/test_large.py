@@ -47,6 +47,7 @@ def _indexes_preferred() -> Iterator[None]:
     event.remove(Engine, "begin", prefer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("_indexes_preferred")
 def test_statements_over_large_tables_go_by_index(stocked: Database, name: str) -> None:

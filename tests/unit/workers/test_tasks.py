@@ -261,6 +261,7 @@ def test_packages_of_integers(bench: Bench, scheme: str, group_size: int) -> Non
     assert (how.name, how.group_size) == (scheme, group_size)
 
 
+@pytest.mark.slow
 def test_a_package_that_auto_round_has_calibrated_is_read_as_any_other(
     bench: Bench, quick_rounding: None
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_rise_beyond_the_bound_is_the_reason_before_any_answer(begin: Begin, p
     assert len(engine.prompts) == len(BEGINNINGS) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", range(1, 9))
 def test_a_killed_decision_ends_alike_and_asks_the_base_once(
     begin: Begin, package: Package, calls: int

@@ -119,6 +119,7 @@ def test_an_engine_without_soft_targets_is_not_pulled(begin: Begin, package: Pac
     assert replace(run, engine=BigramEngine(package)).pull(0) is not None
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("calls", [1, 12, 23])
 def test_a_pulled_run_that_is_killed_ends_in_the_same_bits(

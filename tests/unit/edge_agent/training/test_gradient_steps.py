@@ -118,6 +118,7 @@ def kill_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Journal, "append", counted(Journal.append))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", range(1, 44, 5))
 def test_a_run_that_is_killed_anywhere_ends_in_the_same_bits(begin: Begin, calls: int) -> None:
     expected_run = begin(PRIVATE, "whole")

@@ -172,6 +172,7 @@ def test_a_new_run_replaces_the_active_one_only_where_it_is_better(device: Devic
     assert device.active() == Active(package=digest, run=longer.run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["losses-active", "activate"])
 def test_a_run_killed_before_its_activation_is_judged_against_the_model_that_is_in_use_then(
     device: Device, monkeypatch: pytest.MonkeyPatch, at: str
