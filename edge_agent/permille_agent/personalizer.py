@@ -208,9 +208,10 @@ class Personalizer:
             personal.export("gguf", "mine")            # llama.cpp and Ollama
             personal.export("gguf", "mine", like="model.gguf")
             personal.export("transformers", "mine")
+            personal.export("lora", "mine")            # your changes alone, for llama.cpp
 
         Args:
-            form: "gguf", "transformers" or, for an adapter, "peft".
+            form: "gguf", "transformers", "peft" or "lora". The last two hold only your changes.
             folder: a new or empty folder.
             base: write the base instead of the personal model.
             like: for "gguf", the GGUF file that the model came from. The new file takes its
@@ -223,8 +224,10 @@ class Personalizer:
             InputError: the form is unknown or cannot be written, `like` is a file of another model,
                 the folder is not empty, or there is no personal model.
         """
-        if form not in ("gguf", "transformers", "peft"):
-            raise InputError(f"{form!r} is not a form of export. Choose 'gguf', 'transformers' or 'peft'.")
+        if form not in ("gguf", "transformers", "peft", "lora"):
+            raise InputError(
+                f"{form!r} is not a form of export. Choose 'gguf', 'transformers', 'peft' or 'lora'."
+            )
         if like is not None and form != "gguf":
             raise InputError(f"`like` is for the form 'gguf', and the form is {form!r}.")
         active = require_active(self._home)
@@ -240,6 +243,10 @@ class Personalizer:
             export_gguf(package, values_K, target, kind="q8_0", like=file)
         elif form == "transformers":
             export_transformers(package, values_K, target)
+        elif form == "lora":
+            from permille.engines.gguf.adapter import export_gguf_adapter  # needs the lora extra
+
+            export_gguf_adapter(package, values_K, target)
         else:
             export_peft(package, values_K, target)
         return target

@@ -74,6 +74,7 @@ class ExportForm(StrEnum):
     TRANSFORMERS = "transformers"
     PEFT = "peft"
     GGUF = "gguf"
+    LORA = "lora"
     EXECUTORCH = "executorch"
 
 
@@ -311,7 +312,7 @@ def export(
         typer.Option(
             "--type",
             help="Type of the weights in a GGUF file: f32, f16, q8_0, q4_0 or source. Default: source for "
-            "packages with the codes of a GGUF file, else q8_0.",
+            "packages with the codes of a GGUF file, else q8_0. A lora is f32 (default, exact) or f16.",
         ),
     ] = None,
     like: Annotated[
@@ -333,12 +334,12 @@ def export(
 
       permille-agent export ~/models/mine-gguf --format gguf --like ~/models/model.gguf
 
-      permille-agent export ~/models/my-adapter --format peft
+      permille-agent export ~/models/my-adapter --format lora
 
     The export merges your changes into the weights. --format gguf is for llama.cpp and Ollama. With --like,
-    llama.cpp cuts texts into the same tokens as with the given file. --format peft writes only the adapter,
-    if the package trains one. --format executorch needs torch and ExecuTorch's exporter. The export is
-    personal data.
+    llama.cpp cuts texts into the same tokens as with the given file. --format lora writes your changes alone,
+    as a small file that llama.cpp loads beside the model (llama-cli --lora). --format peft does this for
+    peft. --format executorch needs torch and ExecuTorch's exporter. The export is personal data.
     """
     from permille.engines.export import export_peft, export_transformers
     from permille.package.blobs import BlobFolder
@@ -346,8 +347,10 @@ def export(
     from permille_agent.state.models import carries_pooled, require_active
     from permille_agent.training.personal import model_values
 
-    if form is not ExportForm.GGUF and (kind is not None or like is not None):
-        raise InputError(f"--type and --like are for --format gguf, and the format is {form}.")
+    if kind is not None and form not in (ExportForm.GGUF, ExportForm.LORA):
+        raise InputError(f"--type is for --format gguf and lora, and the format is {form}.")
+    if like is not None and form is not ExportForm.GGUF:
+        raise InputError(f"--like is for --format gguf, and the format is {form}.")
     home = home_of(context)
     active = require_active(home)
     folder = folder.expanduser().absolute()
@@ -366,7 +369,16 @@ def export(
     if form is ExportForm.TRANSFORMERS:
         export_transformers(package, values_K, folder)
     elif form is ExportForm.PEFT:
-        export_peft(package, values_K, folder)
+        with _needing("lora"):
+            export_peft(package, values_K, folder)
+    elif form is ExportForm.LORA:
+        with _needing("lora"):
+            from permille.engines.gguf.adapter import export_gguf_adapter
+
+            adapter = export_gguf_adapter(package, values_K, folder, kind=kind or "f32")
+        document |= {"type": adapter.kind.value, "bytes": adapter.size_bytes}
+        document |= {"linears": adapter.linears, "largest_rank": adapter.largest_rank}
+        document["change_kept"] = round(adapter.kept, 6)
     elif form is ExportForm.EXECUTORCH:
         with _needing("executorch"):
             from permille.engines.executorch.exporting import export_executorch

@@ -19,8 +19,8 @@ _TIMEOUT_S = 600
 class LlamaCpp:
     """One loaded file. Use it in a `with` block, which closes it."""
 
-    def __init__(self, path: Path, *, context: int, threads: int = 1) -> None:
-        """Load a file for sequences of at most `context` tokens."""
+    def __init__(self, path: Path, *, context: int, threads: int = 1, lora: Path | None = None) -> None:
+        """Load a file, and perhaps an adapter, for sequences of at most `context` tokens."""
         import xllamacpp
 
         params = xllamacpp.CommonParams()
@@ -33,6 +33,10 @@ class LlamaCpp:
         params.swa_full = True
         params.warmup = params.fit_params = False
         params.verbosity = -1
+        if lora is not None:
+            adapter = xllamacpp.CommonAdapterLoraInfo()
+            adapter.path, adapter.scale = str(lora), 1.0
+            params.lora_adapters = [adapter]
         self._server = xllamacpp.Server(params)
         self._http = httpx.Client(base_url=self._server.listening_address, timeout=_TIMEOUT_S)
 

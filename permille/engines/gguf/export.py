@@ -112,9 +112,8 @@ def export_gguf(
     adapter = package.manifest.adapter
     if adapter is not None:
         raise InputError(
-            f"GGUF needs a package with a mask, and this one has an adapter ({adapter.kind}). Export it for "
-            "peft, and make a GGUF adapter of that export with llama.cpp's convert_lora_to_gguf.py. Or "
-            "export it for transformers."
+            f"GGUF needs a package with a mask, and this one has an adapter ({adapter.kind}). Export it as "
+            "lora or peft, or for transformers."
         )
     values_K = checked_values(package, values_K)
     if kind is BlockType.SOURCE and scheme is not Scheme.SOURCE:

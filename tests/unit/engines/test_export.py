@@ -79,12 +79,31 @@ def test_unmodified_peft_loads_an_adapter(family: str, kind: str, scope: str, tm
     np.testing.assert_allclose(engine.token_losses(values_K, batch), losses.detach(), atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt"])
+def test_unmodified_peft_loads_sparse_values(family: str, tmp_path: Path) -> None:
+    import peft  # the import takes seconds, so not every start of pytest should pay for it
+
+    tiny = tiny_package(tmp_path / "blobs", family)
+    package, values_K = tiny.package, variants(tiny.package, 2, scale=0.1)[1]
+    export_transformers(package, None, tmp_path / "base")
+    export_peft(package, values_K, tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        alone = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+        set_values(package, tiny.reference, values_K)
+        expected = tiny.reference(ids).logits
+        torch.testing.assert_close(adapted(ids).logits, expected, rtol=0, atol=1e-5)
+    assert (alone - expected).abs().max() > 0.01
+
+
 def test_formats_that_a_package_has_no_numbers_for_are_refused(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"low-rank matrices\. Export it for transformers or gguf"):
+    with pytest.raises(InputError, match="There is no change to export as an adapter"):
         export_peft(tiny.package, None, tmp_path / "out")
     adapter = ChosenAdapter(kind=AdapterKind.LORA_FA, rank=4, alpha=8)
     package = tiny_package(tmp_path / "adapter", "llama", adapter=adapter).package
-    with pytest.raises(InputError, match=r"with llama.cpp's convert_lora_to_gguf.py"):
+    with pytest.raises(InputError, match="Export it as lora or peft"):
         export_gguf(package, None, tmp_path / "out", kind="f16")
     with pytest.raises(InputError, match="needs a package with a mask, and this one has an adapter"):
         dual_model(package)

@@ -10,10 +10,14 @@ from gguf import GGUFReader, GGUFValueType
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from permille.choices import AdapterKind
 from permille.engines.export import export_transformers
 from permille.engines.factory import LIGHT, open_engine
+from permille.engines.gguf.adapter import ADAPTER_FILE, export_gguf_adapter
 from permille.engines.gguf.export import GGUF_FILE, export_gguf
 from permille.engines.sampling import TokenSampling
+from permille.errors import InputError
+from permille.package.build import ChosenAdapter
 from permille.package.reader import Package
 from permille_agent.embed import package_tokenizer
 from permille_lab.exports.llama_cpp import LlamaCpp
@@ -26,7 +30,7 @@ from tests.unit.engines.gguf_packages import (
     exported_package,
     sentencepiece_tokenizer,
 )
-from tests.unit.engines.tiny import POSITIONS, variants
+from tests.unit.engines.tiny import POSITIONS, tiny_package, variants
 from tests.unit.models.gguf_files import packed, rewritten, written
 
 IDS_T = np.random.default_rng(0).integers(3, 320, 40)
@@ -72,6 +76,50 @@ def test_float32_is_without_loss(family: str, tmp_path: Path) -> None:
             values_K, IDS_T[:8], TokenSampling(max_new_tokens=32)
         )
         assert peer.greedy(IDS_T[:8], 32) == list(ours)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_beside_the_base_is_the_personal_model(family: str, tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", family)
+    values_K = variants(package, 2, scale=0.2)[1]
+    expected_TD = wanted(package, values_K, tmp_path / "reference")
+    export_gguf(package, None, tmp_path / "base", kind="f32")
+    exported = export_gguf_adapter(package, values_K, tmp_path / "mine")
+    assert exported.kept == 1
+    base, adapter = tmp_path / "base" / GGUF_FILE, tmp_path / "mine" / ADAPTER_FILE
+    assert adapter.stat().st_size == exported.size_bytes < base.stat().st_size
+    with LlamaCpp(base, context=POSITIONS, lora=adapter) as peer:
+        assert divergence(expected_TD, peer.log_probs(IDS_T)) < (1e-6 if family in GELU else 1e-11)
+
+
+def test_an_adapter_in_float16_keeps_almost_all(tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", "llama")
+    values_K = variants(package, 2, scale=0.2)[1]
+    small = export_gguf_adapter(package, values_K, tmp_path / "small", kind="f16")
+    exact = export_gguf_adapter(package, values_K, tmp_path / "exact")
+    assert 1 - 1e-6 < small.kept < 1 == exact.kept
+    assert small.size_bytes < 0.7 * exact.size_bytes
+
+
+def test_a_trained_adapter_keeps_its_scale(tmp_path: Path) -> None:
+    adapter = ChosenAdapter(kind=AdapterKind.LORA, rank=4, alpha=6)
+    package = tiny_package(tmp_path / "blobs", "llama", adapter=adapter).package
+    values_K = variants(package, 2, scale=0.2)[1]
+    exported = export_gguf_adapter(package, values_K, tmp_path / "mine")
+    assert exported.largest_rank == 4
+    fields = GGUFReader(tmp_path / "mine" / ADAPTER_FILE).fields
+    assert fields["adapter.lora.alpha"].contents() == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "words"),
+    [("q8_0", 0.2, "An adapter is f32 or f16"), ("f32", 0.0, "no change to export")],
+)
+def test_no_change_and_other_types_are_refused(kind: str, scale: float, words: str, tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", "llama")
+    with pytest.raises(InputError, match=words):
+        export_gguf_adapter(package, variants(package, 2, scale=scale)[1], tmp_path / "mine", kind=kind)
+    assert not (tmp_path / "mine").exists()
 
 
 @pytest.mark.parametrize(
