@@ -273,7 +273,9 @@ class Personalizer:
             tempfile.TemporaryDirectory(prefix=".permille-", dir=target.parent) as temporary,
         ):
             whole = Path(temporary) / "whole"
-            shutil.copytree(self.folder, whole, ignore=shutil.ignore_patterns("*.lock", "*.holder"))
+            shutil.copytree(
+                self.folder, whole, ignore=shutil.ignore_patterns("*.lock", "*.holder", "notes.sqlite*")
+            )
             whole.rename(target)
         return target
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from permille.errors import PermilleError
+from permille.errors import OperatorError, PermilleError
 from permille.plain_text import echo
 from permille_agent.cli.console import (
     DEVICE,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 data = typer.Typer(
     no_args_is_help=True,
-    help="Choose the files that the daemon trains on. They are read in place, never copied.",
+    help="Choose the files that the daemon trains on, and from which `chat` and `serve` take passages.",
 )
 
 
@@ -73,7 +73,11 @@ def data_add(
     [bold]Examples[/bold]
 
       permille-agent data add ~/notes ~/mail/sent.jsonl
+
+    Your files stay where they are. An index with a copy of their text is written to the home folder, which
+    only you can read. `chat`, `generate --chat` and `serve` find passages in it that fit a question.
     """
+    from permille_agent.text.notes import index_text
     from permille_agent.text.reading import survey
 
     home = home_of(context)
@@ -82,7 +86,11 @@ def data_add(
     with hold_lock(home, "data", wait_s=10.0):
         known = add_references(home, paths)
     # Read the files after the lock is released, because reading many files takes long.
-    _, report = survey(paths)
+    documents, report = survey(paths)
+    try:
+        index_text(home, documents, paths)
+    except OperatorError as exc:  # training does not need the index
+        echo(str(exc), err=True)
     document = {
         "data": [str(path) for path in known],
         "text": report.summary(),
@@ -100,19 +108,24 @@ def data_list(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @data.command("repair")
 def data_repair(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Write a damaged list of files and folders again. Your files stay as they are.
+    """Write a damaged list of files and folders, and the index of their text, again.
 
     [bold]Examples[/bold]
 
       permille-agent data repair
 
-    This keeps each path that can still be read, and shows them. Add the missing ones again with
-    `permille-agent data add`.
+    Your files stay as they are. This keeps each path that can still be read, and shows them. Add the missing
+    ones again with `permille-agent data add`. The index of your text is built again from these paths.
     """
+    from permille_agent.text.notes import erase_index, index_text
+    from permille_agent.text.reading import survey
 
     home = home_of(context)
     with hold_lock(home, "data", wait_s=10.0):
         kept = repair_references(home)
+    erase_index(home)
+    if kept:
+        index_text(home, survey(kept)[0], kept)
     show({"data": [str(path) for path in kept]}, as_json=as_json)
 
 
@@ -124,12 +137,20 @@ def data_remove(
 ) -> None:
     """Stop training on these files or folders.
 
-    The files stay. The personal model keeps what it learned from them until `reset` or `forget`.
+    The files stay. Their text is erased from the index in the home folder, also if they were only named to
+    `train`. The personal model keeps what it learned from them until `reset` or `forget`.
     """
+    from permille_agent.text.notes import remove_text
 
     home = home_of(context)
     with hold_lock(home, "data", wait_s=10.0):
-        left = remove_references(home, [path.expanduser() for path in paths])
+        paths = [path.expanduser() for path in paths]
+        known = read_references(home)
+        added = [path for path in paths if path.absolute() in known]
+        left = tuple(path for path in known if path not in {path.absolute() for path in added})
+        erased = remove_text(home, paths, kept=left)
+        if added or not erased:
+            left = remove_references(home, added or paths)
     show({"data": [str(path) for path in left]}, as_json=as_json)
 
 

@@ -31,7 +31,7 @@ from permille_agent.training.engines import AUTO, EngineChoice
 
 if TYPE_CHECKING:
     from permille_agent.local.compare import SideBySide
-    from permille_agent.local.model import LocalModel, Sampling, Variant
+    from permille_agent.local.model import Generated, LocalModel, Sampling, Variant
 
 BaseOption = Annotated[bool, typer.Option("--base", help="Use the model as it was before training.")]
 ThreadsOption = Annotated[
@@ -65,6 +65,13 @@ TopPOption = Annotated[
 ]
 SeedOption = Annotated[
     int, typer.Option(min=0, help="The same seed gives the same text.", rich_help_panel=SAMPLING)
+]
+NotesOption = Annotated[
+    bool,
+    typer.Option(
+        "--notes/--no-notes",
+        help="Put passages of your text that fit before the question, and show them.",
+    ),
 ]
 
 
@@ -157,6 +164,7 @@ def generate(
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
+    notes: NotesOption = True,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, or with --chat answer a message.
@@ -168,8 +176,11 @@ def generate(
       permille-agent generate "Dear Anna," --temperature 0 --base --json
 
       permille-agent generate --chat "What is the capital of France?" --temperature 0
+
+    With --chat, the model also reads passages of your text that fit the message. They are shown on standard
+    error. --base and --no-notes leave them out.
     """
-    with _open_model(context, threads, engine) as model:
+    with _open_model(context, threads, engine, notes) as model:
         sampling = _sampling(model, max_tokens, temperature, top_p, seed)
         variant = _variant(model, base)
         if as_chat:
@@ -180,6 +191,7 @@ def generate(
             # `generated` has its counts only after all pieces were read.
             text = "".join(pieces)
         else:
+            _show_notes(generated)
             # Without a chat, prompt and continuation are one text.
             echo("" if as_chat else prompt, nl=False)
             for piece in pieces:
@@ -193,6 +205,7 @@ def generate(
         "prompt_tokens": generated.prompt_tokens,
         "completion_tokens": generated.completion_tokens,
         "finish_reason": generated.finish_reason,
+        **(generated.notes.fields() if generated.notes else {}),
     }
     show(document, as_json=True)
 
@@ -207,6 +220,7 @@ def chat(
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
+    notes: NotesOption = True,
 ) -> None:
     """Talk to the model in the terminal.
 
@@ -216,12 +230,13 @@ def chat(
 
       permille-agent chat --base --system "Answer in one sentence."
 
-    Type /reset to start a new conversation, /exit or Ctrl-D to end.
+    Type /reset to start a new conversation, /exit or Ctrl-D to end. Before an answer, you see the passages of
+    your text that the model reads with your message. --base and --no-notes leave them out.
     """
 
     beginning = [("system", system)] if system else []
     messages = list(beginning)
-    with _open_model(context, threads, engine) as model:
+    with _open_model(context, threads, engine, notes) as model:
         # Fail before the user has typed a message.
         model.tokenizer.require_chat()
         variant = _variant(model, base)
@@ -236,12 +251,13 @@ def chat(
             # Use another seed for each turn. Otherwise, all answers would use the same random numbers.
             sampling = _sampling(model, max_tokens, temperature, top_p, seed + len(messages))
             try:
-                _, pieces = model.reply(messages, variant, sampling)
+                generated, pieces = model.reply(messages, variant, sampling)
             except InputError as exc:
                 echo(f"not sent: {exc}", err=True)
                 # Otherwise the next turn would fail on the same message.
                 messages.pop()
                 continue
+            _show_notes(generated)
             answer = ""
             for piece in pieces:
                 echo(piece, nl=False)
@@ -261,6 +277,7 @@ def serve(
     ] = None,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
+    notes: NotesOption = True,
     as_json: JsonOption = False,
 ) -> None:
     """Serve the model to programs on this machine, through the REST interfaces of OpenAI and Ollama.
@@ -273,12 +290,13 @@ def serve(
 
     The server listens on loopback only. It prints the name of a file with a token. Clients send this token as
     their API key. The models are `personal`, `pooled` and `base`, if the device has them. A request for any
-    other name gets the first of these.
+    other name gets the first of these. This first model also reads passages of your text that fit a message,
+    and the answer lists them in the field `notes`.
     """
     from permille_agent.local.serve import LocalServer, read_or_make_access
 
     access = read_or_make_access(home_of(context), allow_origin or ())
-    with _open_model(context, threads, engine) as model:
+    with _open_model(context, threads, engine, notes) as model:
         # Listen on loopback only, because the token and the text travel over plain HTTP.
         server = LocalServer(("127.0.0.1", port), model, access)
         second = server.with_ipv6()
@@ -407,10 +425,18 @@ def _needing(extra: str) -> Iterator[None]:
         raise InputError(f"This format needs {exc.name}. Run `pip install 'permille[{extra}]'`.") from exc
 
 
-def _open_model(context: typer.Context, threads: int | None, engine: str) -> "LocalModel":
+def _open_model(
+    context: typer.Context, threads: int | None, engine: str, notes: bool = False
+) -> "LocalModel":
     from permille_agent.local.model import LocalModel
 
-    return LocalModel(home_of(context), EngineChoice(name=engine, threads=threads))
+    return LocalModel(home_of(context), EngineChoice(name=engine, threads=threads), notes=notes)
+
+
+def _show_notes(generated: "Generated") -> None:
+    """Show on standard error which passages of the user's text an answer sees."""
+    for line in generated.notes.lines() if generated.notes else ():
+        echo(f"[{line}]", err=True)
 
 
 def _sampling(

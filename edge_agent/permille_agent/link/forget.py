@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 
 from permille.errors import InputError, OperatorError
@@ -32,11 +31,9 @@ from permille_agent.link.report import (
     withdraw_logs,
 )
 from permille_agent.state.choices import set_sharing
-from permille_agent.state.home import Home, open_home, overwrite_record
+from permille_agent.state.home import Home, erase, open_home, overwrite, overwrite_record
 from permille_agent.state.models import referenced_models
 from permille_agent.training.run import named_run
-
-CHUNK_BYTES = 1 << 20
 
 PROMISE = (
     "The files were overwritten once and removed. Copies that the file system or the drive keeps (snapshots, "
@@ -76,7 +73,7 @@ def forget(home: Home) -> Erased:
             size_bytes += _keep_deletion(path, run_id)
         for path in _erasable(home):
             if path not in deletions and path not in left:
-                size_bytes += _erase(path)
+                size_bytes += erase(path)
                 files += 1
         _remove_folders(home)
     except OSError as exc:
@@ -118,7 +115,7 @@ def forget_run(home: Home, name: str) -> Erased:
             if path.is_dir() and not path.is_symlink():
                 path.rmdir()
             else:
-                size_bytes += _erase(path)
+                size_bytes += erase(path)
                 files += 1
         folder.rmdir()
         fsync_folder(home.runs)
@@ -169,7 +166,7 @@ def unenroll(home: Home, api: DeviceApi | None) -> None:
     try:
         for path in (home.identity_key, home.enrolment, home.ca_file, home.rollout, *home.reports.iterdir()):
             if path.is_file():
-                _erase(path)
+                erase(path)
         # The memberships end with the enrolment, and the device trusts no service any more.
         shutil.rmtree(home.federations, ignore_errors=True)
         shutil.rmtree(home.trust)
@@ -197,7 +194,7 @@ def _keep_deletion(path: Path, run_id: str) -> int:
     with path.open("r+b", buffering=0) as old:
         overwrite_record(path, entry)
         # If this has replaced the file instead of overwriting it, the old content is still on the disk.
-        return 0 if os.path.samestat(os.fstat(old.fileno()), path.stat()) else _overwrite(old)
+        return 0 if os.path.samestat(os.fstat(old.fileno()), path.stat()) else overwrite(old)
 
 
 def _erasable(home: Home) -> Iterator[Path]:
@@ -222,29 +219,6 @@ def _erasable(home: Home) -> Iterator[Path]:
         for name in [*names, *(name for name in folders if (Path(folder) / name).is_symlink())]:
             if (path := Path(folder) / name) not in kept:
                 yield path
-
-
-def _erase(path: Path) -> int:
-    """Overwrite and remove a file. Links are only removed. Return the number of overwritten bytes."""
-    size_bytes = 0
-    # A link may lead to the user's own data, which must not be overwritten.
-    if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
-        # A file without write permission could not be overwritten.
-        path.chmod(0o600)
-        with path.open("r+b", buffering=0) as file:
-            size_bytes = _overwrite(file)
-    path.unlink()
-    return size_bytes
-
-
-def _overwrite(file: FileIO) -> int:
-    """Overwrite all bytes of an open file with zeros, and return their number."""
-    size_bytes = os.fstat(file.fileno()).st_size
-    for start in range(0, size_bytes, CHUNK_BYTES):
-        file.write(bytes(min(CHUNK_BYTES, size_bytes - start)))
-    # Without this call, the zeros may never reach the disk, because the file is removed at once.
-    os.fsync(file.fileno())
-    return size_bytes
 
 
 def _remove_folders(home: Home) -> None:

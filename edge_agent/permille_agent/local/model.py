@@ -5,6 +5,7 @@ All variants share one engine and its quantized weights. They differ in the spar
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -19,6 +20,7 @@ from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.lattice import values
+from permille_agent.local.notes import ANSWER_TOKENS, NOTHING, Consulted, asks_about_notes, with_passages
 from permille_agent.state.home import Home, first_error
 from permille_agent.state.models import Active, opening, require_active
 from permille_agent.text.documents import Learn
@@ -68,11 +70,16 @@ class _GenerationConfig(BaseModel):
 
 @dataclass(slots=True)
 class Generated:
-    """Counts of one generation. They are complete after all pieces of its text were read."""
+    """Counts of one generation. They are complete after all pieces of its text were read.
+
+    Attributes:
+        notes: passages of the user's text in the prompt. None if they were not searched.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
     finish_reason: str = "stop"
+    notes: Consulted | None = None
 
 
 class LocalModel:
@@ -89,15 +96,24 @@ class LocalModel:
     """
 
     def __init__(
-        self, home: Home, engine_of: Callable[[Package], Engine], active: Active | None = None
+        self,
+        home: Home,
+        engine_of: Callable[[Package], Engine],
+        active: Active | None = None,
+        *,
+        notes: bool = False,
     ) -> None:
         """Open the model `active`. None opens the model in use.
+
+        With `notes`, the default variant answers with passages of the user's text before each question. Other
+        variants, such as the base beside a personal model, know nothing of the user.
 
         Raises:
             OperatorError: no package is installed.
             PackageError: the package or the run's state is damaged.
         """
         self.active = active = active or require_active(home)
+        self._notes_of = home if notes else None
         with opening(home, active.package):
             self.package = Package.open(BlobFolder(home.blobs), active.package)
             self.tokenizer: TextTokenizer = package_tokenizer(self.package, _learned(home, active))
@@ -155,7 +171,14 @@ class LocalModel:
                 range.
             PackageError: the chat template fails.
         """
-        return self._generate(self.tokenizer.chat_prompt(messages), variant, sampling)
+        if self._notes_of is None or not self._notes_of.notes.exists() or variant is not self.variants[0]:
+            return self._generate(self.tokenizer.chat_prompt(messages), variant, sampling)
+        prompt_ids, notes = self._prompt_with_passages(self._notes_of, messages, sampling)
+        if not notes.passages and not notes.problem and asks_about_notes(messages):
+            return Generated(prompt_tokens=0, notes=notes), iter([NOTHING])
+        generated, pieces = self._generate(prompt_ids, variant, sampling)
+        generated.notes = notes
+        return generated, pieces
 
     def write(self, prompt: str, variant: Variant, sampling: Sampling) -> str:
         """Return a sample. A chat model answers a question, and continues any other prompt.
@@ -171,6 +194,21 @@ class LocalModel:
     def close(self) -> None:
         """End the child process of the tokenizer."""
         self.tokenizer.close()
+
+    def _prompt_with_passages(
+        self, home: Home, messages: Sequence[tuple[str, str]], sampling: Sampling
+    ) -> tuple[NDArray[np.int64], Consulted]:
+        """Return a chat's prompt with all passages that fit: those of all questions, of the last, or none."""
+        room = self.positions - min(sampling.max_new_tokens, ANSWER_TOKENS, self.positions // 4)
+        for most in (None, 1):
+            turns, notes = with_passages(home, messages, most)
+            # A template may refuse a passage with a special token. The question itself is asked below.
+            with suppress(InputError):
+                if len(prompt_ids := self.tokenizer.chat_prompt(turns)) <= room:
+                    return prompt_ids, notes
+        if notes.passages:
+            notes = Consulted(problem="The passages of your notes do not fit beside this conversation.")
+        return self.tokenizer.chat_prompt(messages), notes
 
     def _generate(
         self, prompt_ids: NDArray[np.int64], variant: Variant, sampling: Sampling

@@ -24,6 +24,7 @@ from permille_agent.local.replies import (
     Message,
     NoEmbeddingsError,
     Reply,
+    notes_of,
     parsed,
     turns,
     variant_of,
@@ -124,6 +125,7 @@ class GenerateForm:
             "prompt_eval_duration": self._first_ns - self._started_ns,
             "eval_count": generated.completion_tokens,
             "eval_duration": now_ns - self._first_ns,
+            **notes_of(generated),
         }
 
     def _head(self, text: str) -> dict[str, Any]:

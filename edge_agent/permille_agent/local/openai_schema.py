@@ -17,6 +17,7 @@ from permille_agent.local.replies import (
     MostTokens,
     NoEmbeddingsError,
     Reply,
+    notes_of,
     parsed,
     turns,
     variant_of,
@@ -93,6 +94,7 @@ class CompletionForm:
             "object": self.whole_object,
             "choices": [choice],
             "usage": _usage(generated),
+            **notes_of(generated),
         }
 
     def documents(self, pieces: Iterator[str], generated: Generated) -> Iterator[Mapping[str, Any]]:
@@ -100,7 +102,7 @@ class CompletionForm:
         yield from (self._chunk(delta, None) for delta in self._beginning())
         for piece in pieces:
             yield self._chunk(self._delta(piece), None)
-        yield self._chunk(self._delta(""), generated.finish_reason)
+        yield {**self._chunk(self._delta(""), generated.finish_reason), **notes_of(generated)}
         if self._usage_wanted:
             yield {**self._head, "object": self.piece_object, "choices": [], "usage": _usage(generated)}
 

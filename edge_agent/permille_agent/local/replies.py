@@ -182,6 +182,11 @@ def parsed(kind: type[Request], body: bytes) -> Request:
         raise InputError(f"The body is not JSON: {exc!s:.200}") from exc
 
 
+def notes_of(generated: Generated) -> Mapping[str, Any]:
+    """Return the fields about the user's text, which both APIs lack. Clients ignore unknown fields."""
+    return generated.notes.fields() if generated.notes else {}
+
+
 def variant_of(model: LocalModel, name: str | None) -> Variant:
     """Return the variant with this name. An unknown name means the default, as in llama.cpp's server."""
     # Ollama's clients append ":latest" to names.

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 STATE_LIMIT_BYTES = 16 << 20  # the largest records have one loss per piece of a test split
 CHECKSUM = "sha256"
+_CHUNK_BYTES = 1 << 20
 _REMEDIES = {
     "enrolment.json": "move it away and `permille-agent enroll` again",
     "releases.json": "move it away and `permille-agent pull`",
@@ -75,6 +77,7 @@ class Home:
     federations = _Below("federations")  # one folder per federation: choice, history and rounds
     current = _Below("current.json")  # the active model, and what was active before
     data = _Below("data.json")  # references to the user's files; the files stay where they are
+    notes = _Below("notes.sqlite")  # index of the user's text, for answers; it holds a copy of the text
     decisions = _Below("decisions.json")  # how many decisions this device has made
     consent = _Below("consent.json")  # the user's choices to share logs and states, made on this device only
     ledger = _Below("ledger.json")  # privacy cost of the rounds; survives `forget`
@@ -207,6 +210,29 @@ def encode_record(record: object, *, indent: int | None = None) -> bytes:
     fields = json.loads(text)
     document = {**fields, CHECKSUM: _checksum(fields)}
     return json.dumps(document, indent=indent, sort_keys=True, allow_nan=False).encode()
+
+
+def erase(path: Path) -> int:
+    """Overwrite and remove a file. Links are only removed. Return the number of overwritten bytes."""
+    size_bytes = 0
+    # A link may lead to the user's own data, which must not be overwritten.
+    if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
+        # A file without write permission could not be overwritten.
+        path.chmod(0o600)
+        with path.open("r+b", buffering=0) as file:
+            size_bytes = overwrite(file)
+    path.unlink()
+    return size_bytes
+
+
+def overwrite(file: FileIO) -> int:
+    """Overwrite all bytes of an open file with zeros, and return their number."""
+    size_bytes = os.fstat(file.fileno()).st_size
+    for start in range(0, size_bytes, _CHUNK_BYTES):
+        file.write(bytes(min(_CHUNK_BYTES, size_bytes - start)))
+    # Without this call, the zeros may never reach the disk, because the file is removed at once.
+    os.fsync(file.fileno())
+    return size_bytes
 
 
 def stored_path(path: Path) -> str:

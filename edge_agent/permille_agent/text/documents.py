@@ -1,7 +1,8 @@
 """Kinds of documents, and the rows of a `.jsonl` file that are documents."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from permille.errors import InputError
@@ -59,11 +60,13 @@ class Document:
         group: SHA-256 of the group's name. Documents of one group go to the same split.
         content: text, completion or conversation.
         continues: whether the text continues that of the document before it.
+        source: the file. Documents are compared without it, because the same text may be moved.
     """
 
     group: str
     content: Content
     continues: bool = False
+    source: Path | None = field(default=None, compare=False)
 
 
 def characters(content: Content) -> str:

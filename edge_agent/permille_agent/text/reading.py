@@ -28,6 +28,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from permille.errors import InputError
@@ -75,7 +76,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
 def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
     """Read the documents of files and folders, without duplicates. There may be none."""
     report = DataReport()
-    rows: list[Row] = []
+    rows: list[tuple[Path, Row]] = []
     # One child process for all files, because starting it takes longer than parsing most documents.
     with closing(Sandbox()) as sandbox:
         reader = _Reader(sandbox, report)
@@ -85,7 +86,7 @@ def survey(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
                 for row in reader.rows(path, kind):
                     report.rows += 1
                     report.read += 1
-                    rows.append(row)
+                    rows.append((path, row))
             except InputError as exc:
                 report.bad(path, str(exc))
             except OSError as exc:
@@ -224,29 +225,31 @@ def _clean(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("\x00", "").replace("\ufeff", "")
 
 
-def _without_duplicates(rows: Iterable[Row], report: DataReport) -> list[Row]:
+def _without_duplicates(
+    rows: Iterable[tuple[Path, Row]], report: DataReport
+) -> list[tuple[Path, str | None, Content]]:
     seen: set[bytes] = set()
-    paragraphs: set[bytes] = set()
-    kept: list[Row] = []
-    for group, content in rows:
+    known: set[bytes] = set()
+    kept = []
+    for source, (group, content) in rows:
         key = _key(characters(content))
         if key in seen:
             report.duplicates += 1
             continue
         seen.add(key)
         if isinstance(content, PlainText):
-            content = PlainText(_new_paragraphs(content.text, paragraphs, report))
+            content = PlainText(_new_paragraphs(content.text, known, report))
             if not content.text.strip():
                 report.duplicates += 1
                 continue
-        kept.append((group, content))
+        kept.append((source, group, content))
     return kept
 
 
 def _new_paragraphs(text: str, seen: set[bytes], report: DataReport) -> str:
     """Return `text` without long paragraphs that this text or an earlier one already contained."""
     kept = []
-    for paragraph in _paragraphs(text):
+    for paragraph in paragraphs(text):
         plain = normalised(paragraph)
         if len(plain) >= REPEATED_PARAGRAPH_CHARACTERS:
             key = _key(plain)
@@ -258,23 +261,28 @@ def _new_paragraphs(text: str, seen: set[bytes], report: DataReport) -> str:
     return "".join(kept).strip("\n")
 
 
-def _documents(rows: list[Row]) -> list[Document]:
-    begins = Counter(_begin(content) for group, content in rows if group is None)
+def _documents(rows: list[tuple[Path, str | None, Content]]) -> list[Document]:
+    begins = Counter(_begin(content) for _, group, content in rows if group is None)
     documents = []
-    for group, content in rows:
+    for source, group, content in rows:
         if group is not None:
-            documents.append(Document(_group("group", group), content))
+            documents.append(Document(_group("group", group), content, source=source))
             continue
         begin = _begin(content)
         # Texts that are made from one template have the same beginning, so their full text identifies them.
         name = _group("content", begin if begins[begin] == 1 else characters(content))
         if not isinstance(content, PlainText):
-            documents.append(Document(name, content))
+            documents.append(Document(name, content, source=source))
             continue
         blocks = sections(content.text, BLOCK_CHARACTERS)
         before = ["", *blocks[:-1]]
         documents += [
-            Document(_group("after", last[-NAME_CHARACTERS:]) if last else name, PlainText(block), bool(last))
+            Document(
+                _group("after", last[-NAME_CHARACTERS:]) if last else name,
+                PlainText(block),
+                bool(last),
+                source,
+            )
             for last, block in zip(before, blocks, strict=True)
         ]
     return documents
@@ -309,7 +317,7 @@ def passages(documents: Sequence[Document]) -> list[Document]:
         if isinstance(document.content, PlainText):
             texts = sections(document.content.text, PASSAGE_CHARACTERS)
             found += [
-                Document(document.group, PlainText(text), document.continues or place > 0)
+                replace(document, content=PlainText(text), continues=document.continues or place > 0)
                 for place, text in enumerate(texts)
             ]
         else:
@@ -341,7 +349,7 @@ def sections(text: str, characters: int) -> list[str]:
 
 
 def _pieces(text: str, characters: int) -> Iterator[str]:
-    for paragraph in _paragraphs(text):
+    for paragraph in paragraphs(text):
         for line in [paragraph] if len(paragraph) <= characters else paragraph.splitlines(keepends=True):
             if len(line) <= characters:
                 yield line
@@ -349,6 +357,6 @@ def _pieces(text: str, characters: int) -> Iterator[str]:
                 yield from re.findall(rf"(?s).{{1,{characters}}}(?:\s+|$)|.{{1,{characters}}}", line)
 
 
-def _paragraphs(text: str) -> list[str]:
+def paragraphs(text: str) -> list[str]:
     """Cut `text` into paragraphs, each with the blank lines after it. Joined, they give `text` again."""
     return re.findall(r"(?s).+?(?:\n[ \t]*\n\s*|\Z)", text)

@@ -28,6 +28,7 @@ from permille_agent.state.models import (
     opening,
     referenced_models,
 )
+from permille_agent.text.notes import index_text
 from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, Split, prepare
 from permille_agent.text.reading import read_documents
 from permille_agent.text.report import DataReport
@@ -100,6 +101,10 @@ def run_training(
     context.progress.phase("reading the text")
     documents, report = read_documents(data_paths)
     context.progress.phase(f"text: {report.summary()}")
+    try:
+        index_text(home, documents, data_paths)
+    except OperatorError as exc:  # the index serves answers, so the training goes on without it
+        context.progress.phase(str(exc))
     task = _Task(home, release, package, options, report, context)
     try:
         prepared = prepare(

@@ -1,0 +1,100 @@
+"""The user's own words before the questions of a chat.
+
+    turns, consulted = with_passages(home, [("user", "What is my cat called?")])
+    turns[0][1]             # the passages that fit, and the question
+    consulted.passages      # the same passages, to show which ones the answer saw
+
+Rules:
+
+- A trained state gives a person's voice and no facts. So passages of the text stand before each question.
+- They are in the user's message, because not all templates take a system message. Like any message, they are
+  text: no special token in them is read as one.
+- Each question keeps its passages in later turns. So a question about an earlier answer still sees them, and
+  the beginning of the conversation stays the same, which is not read again.
+- If nothing fits, the question stays as it is, and the answer comes from the model alone. Only a question
+  about the notes gets `NOTHING` as its answer, because a model would invent some.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from permille.errors import OperatorError
+from permille_agent.state.home import Home
+from permille_agent.text.notes import Passage, find_passages
+
+NOTHING: Final = "Your notes say nothing about this."
+ANSWER_TOKENS: Final = 256
+"""Passages leave this much room for an answer, or less if less is wanted."""
+SHOWN_CHARACTERS: Final = 100
+_ABOUT_NOTES: Final = re.compile(
+    r"\b(?:my|our|mein\w*|unser\w*|mes|nos|mon|mis|mi|miei|mie|mio)\s"
+    r"(?:notes?|text|diary|journal|notizen|tagebuch|notas|diario|appunti)\b",
+    re.IGNORECASE,
+)
+
+Turns = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consulted:
+    """Result of the search for the last question of a chat.
+
+    Attributes:
+        passages: the passages in the prompt, the best last.
+        problem: the reason why no passage could be used, or an empty string.
+    """
+
+    passages: tuple[Passage, ...] = ()
+    problem: str = ""
+
+    def fields(self) -> Mapping[str, Any]:
+        """Return the fields for JSON."""
+        shown = [{"source": passage.source, "text": passage.text} for passage in self.passages]
+        return {"notes": shown} | ({"notes_problem": self.problem} if self.problem else {})
+
+    def lines(self) -> list[str]:
+        """Return lines for a terminal: the beginning of each passage, or that nothing was found."""
+        if not self.passages:
+            return [self.problem or "nothing found in your notes"]
+        texts = [(passage.source, " ".join(passage.text.split())) for passage in self.passages]
+        return [
+            f"{source}: {text[:SHOWN_CHARACTERS]}{'...' * (len(text) > SHOWN_CHARACTERS)}"
+            for source, text in texts
+        ]
+
+
+def with_passages(home: Home, turns: Turns, most: int | None = None) -> tuple[Turns, Consulted]:
+    """Put passages before each question of a chat, or before the last `most` questions.
+
+    Returns:
+        The turns, and the result for the last question. If the index cannot be used, the turns are unchanged.
+    """
+    found, consulted = list(turns), Consulted()
+    questions = [place for place, (role, _) in enumerate(turns) if role == "user"]
+    try:
+        for place in questions[-(most or len(turns)) :]:
+            role, said = turns[place]
+            consulted = Consulted(passages=find_passages(home, said))
+            found[place] = (role, _with(consulted.passages, said))
+    except OperatorError as exc:
+        return turns, Consulted(problem=str(exc))
+    return found, consulted
+
+
+def asks_about_notes(turns: Turns) -> bool:
+    """Return whether the last turn asks about the notes themselves.
+
+    Example:
+        >>> asks_about_notes([("user", "What do my notes say about leeks?")])
+        True
+    """
+    return _ABOUT_NOTES.search(turns[-1][1]) is not None
+
+
+def _with(passages: Sequence[Passage], said: str) -> str:
+    if not passages:
+        return said
+    notes = "\n\n".join(passage.text.strip() for passage in passages)
+    return f"My notes:\n\n{notes}\n\n{said}"

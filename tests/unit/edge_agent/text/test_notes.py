@@ -1,0 +1,186 @@
+"""Tests of the index of the user's text: what it finds and erases, and what it does when it is damaged."""
+
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from permille.errors import OperatorError
+from permille_agent.state.home import Home, open_home
+from permille_agent.text import notes
+from permille_agent.text.notes import erase_index, find_passages, index_text, remove_text
+from permille_agent.text.reading import survey
+
+FILLER = "The rain went on and the barrel filled until noon, and nobody came by. " * 5
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return open_home(tmp_path / "home")
+
+
+def _write(folder: Path, name: str, *paragraphs: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    texts = [f"{paragraph}\n\n{number}. {FILLER}" for number, paragraph in enumerate(paragraphs)]
+    path.write_text("\n\n".join(texts))
+    return path
+
+
+def _index(home: Home, *paths: Path) -> None:
+    index_text(home, survey(paths)[0], paths)
+
+
+def _found(home: Home, question: str) -> str:
+    return "\n".join(passage.text for passage in find_passages(home, question))
+
+
+def _stored(home: Home) -> bytes:
+    return b"".join(path.read_bytes() for path in home.root.glob("notes.sqlite*"))
+
+
+def test_a_question_finds_its_passage_and_the_name_of_the_file(home: Home, tmp_path: Path) -> None:
+    path = _write(tmp_path, "garden.txt", "My cat is called Brumik.", "Tomas keeps bees.", "I sold the cart.")
+    _index(home, path)
+
+    (passage,) = find_passages(home, "What is the name of my cat?")
+
+    assert passage.source == "garden.txt"
+    assert "Brumik" in passage.text
+    assert "Tomas" in _found(home, "Who has a bee?")
+    assert home.notes.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("fact", "question"),
+    [
+        ("Meine Katzen schlafen im Schuppen.", "Wo schläft meine Katze?"),
+        ("Vive à Évora depuis mai.", "Quand suis-je allé à Evora?"),
+        ("我的猫叫小黑，它睡在箱子里。", "猫睡在哪里？"),
+        ("犬の名前はポチです。", "犬の名前は何ですか？"),
+        ("แมวของฉันชื่อบรูมิก", "แมวของฉันชื่ออะไร"),
+        ("제 고양이는 나비입니다.", "고양이 이름이 뭐예요?"),
+        ("मेरी बिल्ली का नाम ब्रुमिक है।", "बिल्ली कहाँ सोती है?"),
+        ("Мою кошку зовут Брумик.", "Как зовут кошку?"),
+        ("The cafe\u0301 opens at nine.", "When does the caf\u00e9 open?"),
+    ],
+)
+def test_passages_are_found_in_many_scripts(home: Home, tmp_path: Path, fact: str, question: str) -> None:
+    _index(home, _write(tmp_path, "notes.txt", "Tomas keeps bees.", fact, "I sold the cart."))
+
+    (passage,) = find_passages(home, question)
+
+    # The text is given as it was read, up to the form of its accents.
+    assert passage.text.startswith(fact.replace("e\u0301", "\u00e9"))
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "What is the largest planet of the solar system?",
+        "Hello!",
+        "",
+        "Who is it?",
+        '"*" OR NEAR( -^ passages:',
+        " ".join(f"cat{number}" for number in range(notes.MOST_WORDS + 1)),
+    ],
+)
+def test_a_question_about_something_else_finds_nothing(home: Home, tmp_path: Path, question: str) -> None:
+    _index(home, _write(tmp_path, "notes.txt", "My cat is called Brumik.", "I call this a system."))
+
+    assert find_passages(home, question) == ()
+
+
+def test_conversations_and_completions_are_found(home: Home, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"messages": [{"role": "user", "content": "Where is Brumik?"}, '
+        '{"role": "assistant", "content": "On the shelf."}]}\n'
+        '{"prompt": "The ladder: ", "completion": "it belongs to Ludmila."}\n'
+    )
+    _index(home, path)
+
+    assert "On the shelf" in _found(home, "Where is Brumik?")
+    assert "Ludmila" in _found(home, "Whose is the ladder?")
+
+
+def test_a_changed_file_and_a_file_that_is_gone_are_replaced(home: Home, tmp_path: Path) -> None:
+    folder = tmp_path / "notes"
+    _write(folder, "a.txt", "Brumik is a cat.")
+    gone = _write(folder, "b.txt", "Wendelin is a boat.")
+    other = _write(tmp_path, "c.txt", "Halbrook is a dentist.")
+    _index(home, folder)
+    _index(home, other)
+    gone.unlink()
+    _write(folder, "a.txt", "Zelphan is a medicine.")
+
+    _index(home, folder)
+
+    assert _found(home, "Brumik") == _found(home, "Wendelin") == ""
+    assert "Zelphan" in _found(home, "Zelphan")
+    assert "Halbrook" in _found(home, "Halbrook")
+
+
+@pytest.mark.attack(29, "removed text is left in the index of the notes")
+def test_removed_text_leaves_no_byte_behind(home: Home, tmp_path: Path) -> None:
+    folder = tmp_path / "notes"
+    _write(folder, "a.txt", "Brumik is a cat.")
+    kept = _write(folder, "b.txt", "Wendelin is a boat.")
+    _index(home, folder)
+    assert b"Brumik" in _stored(home)
+
+    assert remove_text(home, [folder], kept=[kept]) == 1
+
+    # FTS5 stores words in lower case and by their stems, next to the text.
+    assert b"rumik" not in _stored(home)
+    assert b"Wendelin" in _stored(home)
+    assert remove_text(home, [folder]) == 1
+    assert b"endelin" not in _stored(home)
+    assert remove_text(home, [folder]) == 0
+
+
+def test_nothing_is_removed_where_nothing_was_indexed(home: Home, tmp_path: Path) -> None:
+    assert remove_text(home, [tmp_path]) == 0
+    assert not home.notes.exists()
+
+
+@pytest.mark.parametrize("damage", [b"not a database", b"SQLite format 3\0" + bytes(4096)])
+def test_a_damaged_index_is_named_and_can_be_built_again(home: Home, tmp_path: Path, damage: bytes) -> None:
+    path = _write(tmp_path, "notes.txt", "My cat is called Brumik.")
+    home.notes.write_bytes(damage)
+
+    with pytest.raises(OperatorError, match="data repair"):
+        find_passages(home, "What is my cat called?")
+    with pytest.raises(OperatorError, match="data repair"):
+        _index(home, path)
+    erase_index(home)
+    _index(home, path)
+
+    assert "Brumik" in _found(home, "What is my cat called?")
+
+
+def test_a_python_without_fts5_says_so(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "_TABLE", notes._TABLE.replace("fts5", "fts9"))
+
+    with pytest.raises(OperatorError, match="no such module: fts9"):
+        _index(home, _write(tmp_path, "notes.txt", "My cat is called Brumik."))
+
+
+def test_a_server_finds_passages_while_a_training_writes(home: Home, tmp_path: Path) -> None:
+    path = _write(tmp_path, "notes.txt", *(f"Brumik sleeps on box {number}." for number in range(200)))
+    _index(home, path)
+    documents = survey([path])[0]
+
+    def write() -> None:
+        for _ in range(5):
+            index_text(home, documents, [path])
+
+    with ThreadPoolExecutor() as pool:
+        writing = pool.submit(write)
+        while not writing.done():
+            assert len(find_passages(home, "Where does Brumik sleep?")) == notes.MOST_PASSAGES
+        writing.result()
+
+    with sqlite3.connect(home.notes) as index:
+        assert index.execute("SELECT count(*) FROM passages").fetchone()[0] == 200
