@@ -147,7 +147,12 @@ def test_chat_with_piped_input_prints_answers_alone(
     assert cli.main(asked) == 0
     answer = capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello?\n\n/reset\nHello?\n/exit\nnever\n"))
-    assert cli.main(["--home", str(chatting.root), "chat", "--max-tokens", "4", "--temperature", "0"]) == 0
+    assert (
+        cli.main(
+            ["--home", str(chatting.root), "chat", "--no-notes", "--max-tokens", "4", "--temperature", "0"]
+        )
+        == 0
+    )
     said = capsys.readouterr()
     assert said.out == answer + answer
     assert said.err == ""
