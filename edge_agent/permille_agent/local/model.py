@@ -20,6 +20,7 @@ from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.lattice import values
+from permille_agent.local.conversations import Conversations
 from permille_agent.local.notes import ANSWER_TOKENS, NOTHING, Consulted, asks_about_notes, with_passages
 from permille_agent.state.home import Home, first_error
 from permille_agent.state.models import Active, opening, require_active
@@ -118,6 +119,7 @@ class LocalModel:
             self.package = Package.open(BlobFolder(home.blobs), active.package)
             self.tokenizer: TextTokenizer = package_tokenizer(self.package, _learned(home, active))
             self.engine = engine_of(self.package)
+        self._conversations = Conversations(self.engine)
         self.sampling = own_sampling(self.package)
         base_K = self.package.values()
         # The default variant comes last, because `variants` reverses this order.
@@ -215,7 +217,8 @@ class LocalModel:
     ) -> tuple[Generated, Iterator[str]]:
         generated = Generated(prompt_tokens=len(prompt_ids))
         limit = min(sampling.max_new_tokens, self.positions - len(prompt_ids))
-        ids = self.engine.generate(
+        ids = self._conversations.generate(
+            variant,
             self.values(variant),
             prompt_ids,
             replace(sampling, stop_ids=self.tokenizer.stop_ids),

@@ -315,7 +315,8 @@ def _kept(ids: Iterator[int], run: TextPass, keep: Callable[[KeyValues], None]) 
     try:
         yield from ids
     finally:
-        keep(run.key_values())
+        if run.length:  # a prompt may be interrupted while it is read
+            keep(run.key_values())
 
 
 class _VariantsPass(LossPass):
