@@ -8,7 +8,7 @@ the user can read it, and no report, share or saved copy contains it.
 - A passage is a paragraph, or a part of a long one: some 300 characters, such as the next messages of a chat.
 - Words match by their beginnings, without accents and English endings. In scripts without spaces, such as
   Chinese, pairs of neighbouring characters match.
-- A passage fits a question if it has a third of the question's words. Rare words count more.
+- A passage fits a question if it has four tenths of the question's words. Rare words count more.
 - SQLite's locks let a training write while a server searches.
 
 This module uses no tokenizer and no model.
@@ -16,6 +16,7 @@ This module uses no tokenizer and no model.
 
 import json
 import math
+import os
 import re
 import sqlite3
 import unicodedata
@@ -36,7 +37,7 @@ LEAST_CHARACTERS: Final = 40
 MOST_CHARACTERS: Final = 600
 MOST_WORDS: Final = 64
 """Words of a question. A longer message brings its own context, and nothing is searched for it."""
-LEAST_COVERED: Final = 1 / 3
+LEAST_COVERED: Final = 0.4
 """Share of a question's words that a passage must have, where rare words count more than frequent ones.
 
 With a larger share, more questions about the notes find nothing, and a model then invents an answer. With a
@@ -100,7 +101,7 @@ def index_text(home: Home, documents: Iterable[Document], paths: Sequence[Path])
         OperatorError: the index is damaged, the disk is full, or this Python's SQLite has no FTS5.
     """
     rows = (
-        (_spaced(passage), stored_path(document.source.absolute()))
+        (_spaced(passage), stored_path(_absolute(document.source)))
         for document in documents
         if document.source is not None
         for passage in _passages(characters(document.content))
@@ -154,7 +155,7 @@ def find_passages(home: Home, question: str) -> tuple[Passage, ...]:
             found = index.execute(
                 "SELECT rowid, rank FROM passages WHERE passages MATCH ?", (word,)
             ).fetchall()
-            weight = math.log1p(passages / (len(found) + 0.5))
+            weight = math.log1p(passages / max(1, len(found)))
             total += weight
             for row, below_zero in found:
                 rank[row] -= below_zero
@@ -173,8 +174,8 @@ def find_passages(home: Home, question: str) -> tuple[Passage, ...]:
 def _opened(home: Home) -> Iterator[sqlite3.Connection]:
     """Open the index, or create it. What was written is committed at the end."""
     try:
-        # SQLite gives its journals the mode of the index.
-        home.notes.touch(mode=0o600)
+        if not home.notes.exists():
+            home.notes.touch(mode=0o600)  # SQLite gives its journals the same mode
         with closing(sqlite3.connect(home.notes, timeout=_WAIT_S)) as index, index:
             # Deleted text is overwritten by zeros.
             index.execute("PRAGMA secure_delete = ON")
@@ -200,7 +201,12 @@ def _drop(index: sqlite3.Connection, paths: Sequence[Path], kept: Sequence[Path]
 
 
 def _is_below(source: str, paths: Sequence[Path]) -> bool:
-    return any(path_of(source).is_relative_to(path.absolute()) for path in paths)
+    return any(path_of(source).is_relative_to(_absolute(path)) for path in paths)
+
+
+def _absolute(path: Path) -> Path:
+    """Return the path without `..`, so that a file has one name however it was given."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 - `resolve` would follow links
 
 
 def _passages(text: str) -> Iterator[str]:
@@ -233,7 +239,14 @@ def _words(question: str) -> list[str]:
             words |= {
                 f'"{" ".join(word[place : place + 2])}"': None for place in range(max(1, len(word) - 1))
             }
-        elif word not in _STOP_WORDS:
-            # The endings of long words differ by case and number.
-            words[f'"{word[: max(5, len(word) - 2)]}"' + "*" * (len(word) > 5)] = None
+        elif len(word) > 1 and word not in _STOP_WORDS:  # one letter is an ending, as in "Anna's"
+            words[_endings_of(word)] = None
     return list(words)
+
+
+def _endings_of(word: str) -> str:
+    """Return the query of a word. Long words match with other endings, for their case or number."""
+    if len(word) < 5 or any(map(str.isdigit, word)):
+        return f'"{word}"'
+    # FTS5 takes an English ending off each word of a query, too. What is left may be short, or not English.
+    return f'"{word}"* OR "{word[: -1 if len(word) < 8 else -2]}"*' if len(word) > 5 else f'"{word}"*'

@@ -56,7 +56,7 @@ def test_a_question_finds_its_passage_and_the_name_of_the_file(home: Home, tmp_p
     ("fact", "question"),
     [
         ("Meine Katzen schlafen im Schuppen.", "Wo schläft meine Katze?"),
-        ("Vive à Évora depuis mai.", "Quand suis-je allé à Evora?"),
+        ("Vive à Évora depuis mai.", "Depuis quand vis-je à Evora?"),
         ("我的猫叫小黑，它睡在箱子里。", "猫睡在哪里？"),
         ("犬の名前はポチです。", "犬の名前は何ですか？"),
         ("แมวของฉันชื่อบรูมิก", "แมวของฉันชื่ออะไร"),
@@ -90,6 +90,25 @@ def test_a_question_about_something_else_finds_nothing(home: Home, tmp_path: Pat
     _index(home, _write(tmp_path, "notes.txt", "My cat is called Brumik.", "I call this a system."))
 
     assert find_passages(home, question) == ()
+
+
+def test_numbers_are_whole_words_and_endings_are_no_words(home: Home, tmp_path: Path) -> None:
+    _index(home, _write(tmp_path, "notes.txt", "Room4471 is Ana's.", "Room4472 is free.", "The key is Jo's."))
+
+    assert "4472" not in _found(home, "What is room4471?")
+    assert "Ana" not in _found(home, "What is Jo's?")
+
+
+def test_a_heading_stays_with_what_follows_and_long_paragraphs_are_cut(home: Home, tmp_path: Path) -> None:
+    path = tmp_path / "notes.md"
+    messages = "\n".join(f"Jo: message {number} about nothing in particular" for number in range(60))
+    insurance = "# Insurance\n\n- the number of the policy is 88-1234-X"
+    path.write_text(f"{insurance}\n\n# Chat\n\n{messages}\nAna: the code is 4471\n")
+    _index(home, path)
+
+    assert _found(home, "Where is the insurance?") == insurance
+    assert "4471" in (cut := _found(home, "What did Ana say about the code?"))
+    assert len(cut) < 3 * 600
 
 
 def test_conversations_and_completions_are_found(home: Home, tmp_path: Path) -> None:
