@@ -11,6 +11,12 @@ Training without a home folder, for a program that stores models itself:
     result = personalise(package, engine, prepared, TrainOptions(steps=500), folder=Path("run"))
     losses = document_losses(engine, result.values_K, prepared.test, len(prepared.test_documents))
 
+Answers with passages of the user's text, which the home's index holds:
+
+    index_text(home, documents, [Path("notes")])
+    with LocalModel(home, EngineChoice(), notes=True) as model:
+        generated, pieces = model.reply([("user", "What is my cat called?")], model.variants[0], Sampling())
+
 Rounds of a federation, on an enrolled device:
 
     join_federation(home, "readers")
@@ -31,9 +37,11 @@ from permille.training.reference import Reference
 from permille.zo.lattice import values
 from permille_agent.federation.exchange import TookPart, join_federation, take_part
 from permille_agent.link.install import install
+from permille_agent.local.model import LocalModel, Sampling
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import InstalledRelease
 from permille_agent.text.documents import Document, Learn
+from permille_agent.text.notes import index_text
 from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, prepare
 from permille_agent.text.reading import read_documents
 from permille_agent.text.report import DataReport
@@ -47,6 +55,7 @@ from permille_agent.text.rows import (
 )
 from permille_agent.text.tokens import TextTokenizer, TokenizedDocument, package_tokenizer
 from permille_agent.training.answers import base_answers, compare_answers
+from permille_agent.training.engines import EngineChoice
 from permille_agent.training.evaluation import (
     DocumentLosses,
     document_losses,
@@ -65,14 +74,17 @@ __all__ = [
     "DataReport",
     "Document",
     "DocumentLosses",
+    "EngineChoice",
     "Evaluation",
     "Home",
     "Learn",
+    "LocalModel",
     "Personalised",
     "Prepared",
     "Row",
     "RunContext",
     "RunFolder",
+    "Sampling",
     "SearchFailed",
     "TextTokenizer",
     "TokenizedDocument",
@@ -86,6 +98,7 @@ __all__ = [
     "document_losses",
     "document_rows",
     "evaluation_batches",
+    "index_text",
     "install_package",
     "join_federation",
     "list_runs",

@@ -23,6 +23,7 @@ The other figures are:
     shapes     a step of one row in the shapes of larger models
     learn      training on the user's, the assistant's or all turns of PersonaChat's dialogues
     frontier   sparse values and adapters, by gradient and by zeroth order, at three strengths
+    facts      recall of facts that stand in a text, with and without passages, for five people
     second     a model of another family (`--second FILE.gguf`): base, own, prompt and both, for three people
 
 A stopped run continues with the first unfinished cell.
@@ -64,7 +65,7 @@ from permille_lab.measuring.machine import AnonymousPeak, machine, resident
 from permille_lab.measuring.model_packages import SMOLLM2_FILE, Sources, folder_from_environment
 from permille_lab.people.study import Person, targets
 from permille_lab.people.user_texts import Collection, User, cohort, read_users
-from permille_lab.real import conversations
+from permille_lab.real import conversations, facts
 from permille_lab.real.page import STRENGTHS, State, Trainable
 from permille_lab.real.subjects import (
     LEAST_CHARACTERS,
@@ -86,8 +87,9 @@ _LORA_RANK, _LORA_RATE = 8, 1e-3
 _ITEMS = 400
 _COHORT = 10
 _DECODE_ROUNDS = 5
-_FIGURES = ("memory", "decode", "shapes", "people", "tasks", "learn", "frontier", "second")
+_FIGURES = ("memory", "decode", "shapes", "people", "tasks", "learn", "frontier", "facts", "second")
 _SECOND_PEOPLE = 3
+_SPEAKER = "GLOUCESTER"
 _METHODS = {"gradient": EstimatorKind.GRADIENT, "zeroth-order": EstimatorKind.ONE_SIDED}
 _TASKS = {
     Task.SST2: "SST-2_glue/dev.tsv",
@@ -372,6 +374,16 @@ def main() -> None:
                     conversations.measure, main_bench.subject, documents, learn, main_bench.general
                 )
                 cells.once("learn", {"learn": learn.value, "seed": seed, "steps": STEPS}, measure)
+        if "facts" in options.figures:
+            speakers = read_users(data, Collection.SHAKESPEARE).users
+            speaker = next(user for user in speakers if user.name == _SPEAKER)
+            authors = [ring[0], facts.diary(data, "pepys"), facts.diary(data, "muir"), speaker, ring[1]]
+            for recall, user in product(facts.Recall, authors):
+                settings = {"text": user.name, "recall": recall.value, "seed": seed, "steps": STEPS}
+                # The base sees no text, so one cell is enough.
+                if recall is not facts.Recall.BASE or user is ring[0]:
+                    measure = partial(facts.measure, main_bench.package, user, recall, steps=STEPS, threads=1)
+                    cells.once("facts", settings, measure)
         if "frontier" in options.figures:
             for method, trainable in product(options.frontier_methods, map(Trainable, options.trainables)):
                 told = TrainOptions.of(_METHODS[method], seed=seed, steps=STEPS)

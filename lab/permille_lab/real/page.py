@@ -56,6 +56,7 @@ def tables(results: Path) -> dict[str, str]:
         "shapes": markdown(_shapes(cells)),
         "memory": markdown(_memory(cells)),
         "second": markdown(_second(cells)),
+        "facts": markdown(_facts(cells)),
     }
 
 
@@ -215,6 +216,14 @@ def _second(cells: Cells) -> pd.DataFrame:
         }
         rows.append(row | losses | general | {"strength": f"{result['strength']}/8"})
     return pd.DataFrame(rows)
+
+
+def _facts(cells: Cells) -> pd.DataFrame:
+    rows: dict[str, dict[str, str]] = {}
+    for settings, result in cells.of("facts"):
+        row = rows.setdefault(settings["text"], {"text": settings["text"]})
+        row[settings["recall"]] = f"{sum(result['right'])} of {len(result['right'])}"
+    return pd.DataFrame(list(rows.values())).fillna("")
 
 
 def _memory(cells: Cells) -> pd.DataFrame:
