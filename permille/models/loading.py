@@ -16,7 +16,7 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint, inside
 from permille.models.families import canonical_name
 from permille.sandbox.process import MAX_TOKENS_A_CHARACTER, Sandbox, SandboxError
-from permille.tokenizer_files import MAX_TEMPLATE_CHARACTERS, TokenizerFiles
+from permille.tokenizer_files import MAX_TEMPLATE_CHARACTERS, TokenizerFiles, ends_of_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,19 +77,20 @@ class FileTokenizer:
         if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
             raise InputError(f"tokenizer.json is larger than {MAX_TOKENIZER_BYTES} bytes: {size}")
         files = TokenizerFiles.read(partial(_optional_file, folder))
-        self._sandbox = Sandbox(path.read_bytes, tokens=(files.special.get("bos", ""),))
+        tokens = (*(files.special.get(name, "") for name in ("bos", "eos")), *ends_of_turn(files.template))
+        self._sandbox = Sandbox(path.read_bytes, tokens=tokens, stops=files.stop_ids)
         loaded = _answer(self._sandbox.start)
         self.bos = beginning(files, loaded)
         self.known_bos: int | None = loaded["ids"][0]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, after `bos`. Special tokens in the text are recognised.
+        """Return the ids of a text, after `bos`. Special tokens in it are text, as in a person's text.
 
         Raises:
             InputError: the tokenizer fails or breaks a limit.
         """
         limit = MAX_TOKENS_A_CHARACTER * (len(text) + 16)
-        request = {"do": "encode", "text": text, "literal": False, "ends": True, "limit": limit}
+        request = {"do": "encode", "text": text, "literal": True, "ends": True, "limit": limit}
         found = _answer(lambda: self._sandbox.ask(request, characters=len(text)))
         return begun(array("I", b64decode(found["ids"])).tolist(), self.bos)
 

@@ -1,6 +1,7 @@
 """Tests of reading a model folder without torch, and of refusing other folders."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from permille.models.checkpoint import Checkpoint, inside
 from permille.models.descriptions import Family
 from permille.models.families import scoped_tensors
 from permille.models.loading import FileTokenizer, load_model
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "model"
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -237,6 +240,21 @@ def test_load_model_never_runs_code_of_the_folder(folder: Path) -> None:
     (folder / "modeling_evil.py").write_text("raise SystemExit('ran')")
     edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
     assert type(load_model(folder)).__name__ == "LlamaForCausalLM"
+
+
+def test_special_tokens_in_public_text_are_text(tmp_path: Path) -> None:
+    for name, special in (("special", True), ("user-defined", False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        words = json.loads((EXAMPLE / "tokenizer.json").read_text())
+        for token in words["added_tokens"]:
+            token["special"] = special  # a file may call its end of a text an ordinary word
+        (folder / "tokenizer.json").write_text(json.dumps(words))
+        for other in ("tokenizer_config.json", "config.json"):
+            shutil.copy(EXAMPLE / other, folder)
+        tokenizer = FileTokenizer(folder)
+        ends = {token["id"] for token in words["added_tokens"] if token["content"] in ("<s>", "</s>")}
+        assert not ends & set(tokenizer.encode("Now <s>9</s> 7 pounds."))
 
 
 def test_tokenizer_encodes_text_and_refuses_what_it_cannot_read(folder: Path) -> None:
