@@ -50,6 +50,16 @@ class Model:
     folder: Path
     _kept: Any = field(default=None, repr=False)  # keeps a temporary folder as long as this object exists
 
+    def __post_init__(self) -> None:
+        """Try the chat template, whose faults would show only after minutes of work.
+
+        Raises:
+            InputError: the template does not work.
+        """
+        from permille.models.loading import FileChat
+
+        FileChat.find(self.folder)
+
     def to_transformers(self) -> "PreTrainedModel":
         """Open the model in transformers, in float32 and eval mode.
 

@@ -106,14 +106,21 @@ class FileChat:
 
     @classmethod
     def find(cls, folder: Path) -> "FileChat | None":
-        """Read the chat template of a model folder. Return None if it has none.
+        """Read the chat template of a model folder, and try one question. Return None if it has none.
 
         Raises:
-            InputError: the tokenizer cannot be read.
+            InputError: the tokenizer cannot be read, or the template does not work.
             PackageError: as for `TokenizerFiles.read`.
         """
         files = TokenizerFiles.read(partial(_optional_file, folder))
-        return None if files.template is None else cls(folder, files)
+        if files.template is None:
+            return None
+        chat = cls(folder, files)
+        try:
+            chat.prompt("Hi")
+        except InputError as exc:
+            raise InputError(f"{folder.name} has a chat template that does not work. {exc}") from exc
+        return chat
 
     def prompt(self, question: str) -> NDArray[np.int64]:
         """Return the ids of a conversation with one question, up to the start of the answer.

@@ -149,6 +149,19 @@ def test_texts_are_refused_before_anything_is_quantized(texts: list[str], words:
     assert not (tmp_path / "packages").exists()
 
 
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [("{% for m in %}", "odd has a chat template"), ("{{ messages[9].x }}", "does not work")],
+)
+def test_a_chat_template_that_does_not_work_is_refused_when_the_model_is_opened(
+    template: str, words: str, tmp_path: Path
+) -> None:
+    shutil.copytree(MODEL, tmp_path / "odd")
+    (tmp_path / "odd" / "chat_template.jinja").write_text(template)
+    with pytest.raises(InputError, match=words):
+        permille.load_model(tmp_path / "odd")
+
+
 def test_mistakes_with_a_package_are_told(package: Package, tmp_path: Path) -> None:
     personal = permille.Personalizer(package, tmp_path / "home")
     assert repr(package) == f"Package({package.digest}, k={package.k}, size_bytes={package.size_bytes})"
