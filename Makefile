@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-without test-executorch chaos attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands pictures docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-exports bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-without test-executorch chaos pressure attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands pictures docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-exports bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
 
 help:  ## List the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -97,6 +97,9 @@ test-executorch: $(VENV)/.native $(EXECUTORCH)/.installed  ## Export programs an
 JOBS ?= 1000
 chaos: $(VENV)/.native $(EXECUTORCH)/.installed system-packages  ## Run JOBS jobs while processes, broker, database and store fail, and count losses (15 minutes)
 	@PYTHONPATH=$(EXECUTORCH) OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --jobs $(JOBS)
+
+pressure: $(VENV)/.native system-packages  ## Let a table, Redis and sixty requests hang for a minute, and count slow answers
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.pressure
 
 attack: $(VENV)/.native system-packages  ## Run every attack of docs/explanation/security.md on real processes (ten minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.attacks.run

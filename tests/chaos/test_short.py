@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.chaos import pressure
 from tests.chaos.__main__ import main
 
 JOBS = 44
@@ -19,3 +20,11 @@ def test_nothing_is_lost_published_twice_or_left_over(capsys: pytest.CaptureFixt
     assert code == 0
     told = re.findall(r"faults: (\d+) injected, (\d+) spared", printed)
     assert sum(int(number) for counts in told for number in counts) == 29
+
+
+@pytest.mark.slow
+def test_a_locked_table_a_hung_broker_and_slow_requests_hold_up_no_other_tenant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = pressure.main(["--seconds", "10"])
+    assert code == 0, capsys.readouterr().out

@@ -237,6 +237,11 @@ class Redis:
         if self.process is not None:
             self.process.send_signal(signal.SIGSTOP)
 
+    def go_on(self) -> None:
+        """Let a server go on that `hang` stopped."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
+
     def _answers(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
