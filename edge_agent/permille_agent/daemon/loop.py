@@ -106,10 +106,8 @@ class Daemon:
 
         Raises:
             OperatorError: the device is not enrolled.
-            InputError: the policy file is not valid.
         """
         require_enrolment(self._home)
-        read_policy(self._home)
         next_poll = self._world.monotonic()
         while not self._stop.is_set():
             if self._world.monotonic() >= next_poll:
@@ -140,7 +138,6 @@ class Daemon:
                 is raised.
         """
         require_enrolment(self._home)
-        read_policy(self._home)
         try:
             self._poll()
         finally:
@@ -176,8 +173,10 @@ class Daemon:
             return False
         try:
             policy = read_policy(self._home)
-        except PermilleError as exc:
-            self._note(waiting_for=(str(exc),))
+        except InputError as exc:  # a mistake of the owner stops trainings, and neither pulls nor reports
+            if (str(exc),) != read_daemon_state(self._home).waiting_for:
+                log.warning("training waits: %s", exc)
+                self._note(waiting_for=(str(exc),))
             return False
         state = self._today(read_daemon_state(self._home))
         now, used = self._world.now(), state.seconds_used / 60.0

@@ -66,14 +66,21 @@ def keep_adopted(folder: Path, adopted: AdoptedRound, state: bytes) -> None:
 
 def kept_round(folder: Path) -> int | None:
     """Return the number of the adopted round in a federation's folder, or None."""
-    known = read_record(folder / _RECORD, AdoptedRound)
+    known = _kept(folder / _RECORD)
     return None if known is None else known.round
+
+
+def _kept(path: Path) -> AdoptedRound | None:
+    try:
+        return read_record(path, AdoptedRound)
+    except OperatorError:  # one damaged record must not stop others, and the next exchange writes it again
+        return None
 
 
 def _adopted(home: Home, package_digest: str) -> tuple[Path, AdoptedRound] | None:
     newest: tuple[int, Path, AdoptedRound] | None = None
     for path in home.federations.glob(f"*/{_RECORD}"):
-        record = read_record(path, AdoptedRound)
+        record = _kept(path)
         if record is not None and record.package == package_digest:
             found = (path.stat().st_mtime_ns, path.parent, record)
             # Two records may have the same time. Then the path decides, because `glob` has no fixed order.

@@ -12,6 +12,7 @@ an open wave (`permille_rollouts.offer`), so the device decides without asking t
 `rollout.json` is written before each action that it describes. So a kill loses no report.
 """
 
+import logging
 import random
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,7 +34,7 @@ from permille_agent.link.trust import TrustedReleases
 from permille_agent.state.choices import read_references
 from permille_agent.state.home import Home, Record, read_record, write_record
 from permille_agent.state.models import DAMAGED, InstalledRelease, installed_release
-from permille_agent.state.policy import read_policy
+from permille_agent.state.policy import Policy, read_policy
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import EngineUsed
 from permille_agent.training.outcome import RunOutcome
@@ -47,6 +48,8 @@ MAX_ATTEMPTS: Final = 3
 FIRST_PAUSE_S: Final = 900.0  # after the first failure; each later pause is twice as long
 _LONGEST_PAUSE_S: Final = 86_400.0
 _GIB: Final = 1 << 30
+
+log = logging.getLogger("permille.agent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +106,15 @@ class RolloutRecord:
 
 
 def read_standing(home: Home) -> RolloutRecord:
-    """Read `rollout.json`."""
-    return read_record(home.rollout, RolloutRecord) or RolloutRecord()
+    """Read `rollout.json`. A damaged one counts as none, and the next pull writes it again.
+
+    Then the facts are sent again, and a part begins again. So the damage must not stop pulls and reports.
+    """
+    try:
+        return read_record(home.rollout, RolloutRecord) or RolloutRecord()
+    except OperatorError as exc:
+        log.warning("rollout: %s", exc)
+        return RolloutRecord()
 
 
 def take_part(
@@ -208,12 +218,13 @@ def own_facts(home: Home) -> Facts:
     GiB), and the owner's tags.
     """
     used = next((used for _, used in _readable_runs(home, "engine", EngineUsed)), None)
+    policy, known = _readable_policy(home), read_standing(home).facts
     memory = psutil.virtual_memory().total // _GIB * _GIB
     return Facts(
         agent_version=__version__,
         engine=None if used is None else used.name,
         memory_bytes=memory,
-        tags=read_policy(home).tags,
+        tags=policy.tags if policy is not None else () if known is None else known.tags,
     )
 
 
@@ -303,6 +314,14 @@ def _readable_runs(home: Home, name: str, kind: type[Record]) -> Iterator[tuple[
             yield run, found
 
 
+def _readable_policy(home: Home) -> Policy | None:
+    try:
+        return read_policy(home)
+    except InputError as exc:  # the owner's mistake stops trainings, and no pull
+        log.warning("rollout: %s", exc)
+        return None
+
+
 def _losses_of(run: RunFolder | None) -> Losses | None:
     """Return the losses of a run's model if it is surely better than its base, else those of the base."""
     decision = None if run is None else run.load("decision", Decision)
@@ -334,7 +353,9 @@ def _tell(home: Home, api: DeviceApi) -> bool:
     if part is None or part.told:
         return part is not None
     number = part.difference
-    is_bit = read_policy(home).report_loss == "bit"
+    policy = _readable_policy(home)
+    # A bit says less than a number, so it is sent if the owner's choice cannot be read.
+    is_bit = policy is None or policy.report_loss == "bit"
     body = RolloutReport(
         installed=part.installed,
         code=part.code,

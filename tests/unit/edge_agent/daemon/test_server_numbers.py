@@ -205,6 +205,31 @@ def test_one_damaged_record_stops_no_other_report(
     assert installed_release(home) is not None
 
 
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff\xff", b'{"facts": 1e99}', b'hours = "always"'])
+@pytest.mark.parametrize("name", ["rollout.json", "policy.toml"])
+def test_a_damaged_part_of_a_rollout_or_policy_stops_neither_reports_nor_pulls(
+    home: Home, enrolment: Enrolment, service: DeviceService, tmp_path: Path, name: str, data: bytes
+) -> None:
+    (tmp_path / "notes.txt").write_text("text of the user")
+    add_references(home, [tmp_path / "notes.txt"])
+    (home.root / name).write_bytes(data)
+    enqueue(home, RUN_ID, metrics(), shared_log=None)
+    trained: list[object] = []
+
+    def train(*asked: object) -> str:
+        trained.append(asked)
+        return "adopted"
+
+    idle = PowerAndLoad(on_ac=True, battery=None, load=0.0)
+    world = World(connection=fast_connection, train=train, machine=lambda: idle)
+    Daemon(home, threading.Event(), world).run_once()
+    assert set(service.runs) == {RUN_ID}
+    assert installed_release(home) is not None
+    is_policy = name == "policy.toml" and data != b""  # an empty policy is the default one
+    assert len(trained) == (0 if is_policy else 1)
+    assert any(name in reason for reason in read_daemon_state(home).waiting_for) == is_policy
+
+
 @pytest.mark.parametrize("fault", ["unlisted", "unreachable"])
 def test_the_daily_check_runs_while_pulls_fail(
     home: Home, enrolment: Enrolment, service: DeviceService, package: Package, fault: str
