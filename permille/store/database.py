@@ -25,11 +25,12 @@ All stored times come from the database, since the clocks of several workers may
 instead.
 """
 
+import logging
 import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -59,6 +60,8 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from permille.store.errors import ChangedError
 from permille.store.tables import Instant, Probe
+
+_log = logging.getLogger(__name__)
 
 Clock = Callable[[], datetime]
 
@@ -226,6 +229,24 @@ def name_fault(exc: DBAPIError) -> str | None:
             "A file that was copied while the service ran is not a backup"
         )
     return None
+
+
+def run_each(steps: Iterable[Callable[[], object]]) -> None:
+    """Run steps in turn. A step that fails does not stop those after it.
+
+    Raises:
+        Exception: the first failure, after all steps. Later failures are logged.
+    """
+    failed: list[Exception] = []
+    for step in steps:
+        try:
+            step()
+        except Exception as exc:  # noqa: BLE001 - raised below
+            failed.append(exc)
+    for other in failed[1:]:
+        _log.warning("one of several failed, too: %s", other)
+    if failed:
+        raise failed[0]
 
 
 def check_writable(db: Database) -> None:

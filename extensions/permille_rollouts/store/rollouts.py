@@ -12,6 +12,7 @@ their own, and do not lock the rollout.
 
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, cast
 
 from sqlalchemy import ColumnElement, and_, case, func, select, update
@@ -19,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from permille.errors import InputError
 from permille.store import audit, releases, rows
-from permille.store.database import Database, now
+from permille.store.database import Database, now, run_each
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
 from permille.store.tables import Device, DeviceGroup, Rollout, RolloutReport, Run
@@ -295,16 +296,19 @@ _NOT_FAILED: Final = (ReportCode.OK.value, ReportCode.SILENT.value)
 
 
 def sweep(db: Database) -> None:
-    """Advance every running rollout. If the sweeper is killed, the next sweep continues."""
+    """Advance every running rollout. One that fails stops no other. The next sweep continues after a kill."""
     with db.read() as session:
         running = session.execute(
             select(Rollout.tenant_id, Rollout.id).where(Rollout.state == RolloutState.RUNNING.value)
         ).all()
-    for tenant_id, rollout_id in running:
-        with db.write() as session:
-            row = rows.lock(session, Rollout, tenant_id=tenant_id, row_id=rollout_id)
-            if row.state == RolloutState.RUNNING:
-                _advance(session, row)
+    run_each(partial(_sweep_one, db, *key) for key in running)
+
+
+def _sweep_one(db: Database, tenant_id: str, rollout_id: str) -> None:
+    with db.write() as session:
+        row = rows.lock(session, Rollout, tenant_id=tenant_id, row_id=rollout_id)
+        if row.state == RolloutState.RUNNING:
+            _advance(session, row)
 
 
 def _advance(session: Session, row: Rollout) -> None:

@@ -13,6 +13,7 @@ not block inserts that refer to these rows (FOR NO KEY UPDATE in PostgreSQL).
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Final
 
 from sqlalchemy import BigInteger, ColumnElement, delete, func, literal, or_, select, type_coerce, update
@@ -23,7 +24,7 @@ from permille.federation.rounds import chain_after, void_round
 from permille.schemas.federations import FederationState, RoundState
 from permille.schemas.jobs import JobKind, JobState
 from permille.store import rows
-from permille.store.database import Database, now
+from permille.store.database import Database, now, run_each
 from permille.store.errors import NotFoundError
 from permille.store.federations import charges, members
 from permille.store.jobs import queue
@@ -138,8 +139,8 @@ def _all_spent(session: Session, federation: Federation, row: Round) -> bool:
 def sweep(db: Database) -> None:
     """End the rounds whose deadline has passed, and the rounds whose job ended without a result.
 
-    Each round is handled in a short transaction of its own. If its job has the state `failed`, the
-    federation pauses, since an operator must look for the cause.
+    Each round is handled in a short transaction of its own, and one that fails stops no other. If its job
+    has the state `failed`, the federation pauses, since an operator must look for the cause.
     """
     with db.read() as session:
         due = session.execute(
@@ -155,27 +156,32 @@ def sweep(db: Database) -> None:
             .join(Job, Job.id == Round.job_id)
             .where(Round.state == RoundState.CLOSING.value, Job.state.in_(_WITHOUT_RESULT))
         ).all()
-    for tenant_id, federation_id, number in due:
-        with db.write() as session:
-            federation = rows.lock(session, Federation, tenant_id=tenant_id, row_id=federation_id)
-            row, at = lock(session, federation_id, number), now(session)
-            if row is not None and row.deadline_at <= at:
-                end(session, federation, row)
-            elif row is not None and row.state == RoundState.OPEN:
-                # The database's clock has gone back. Do not wait longer than a round that is opened now.
-                row.deadline_at = min(row.deadline_at, at + timedelta(seconds=federation.deadline_s))
-    for tenant_id, federation_id, number, job_id in stuck:
-        with db.write() as session:
-            job = queue.lock(session, tenant_id=tenant_id, job_id=job_id)
-            federation = rows.lock(session, Federation, tenant_id=tenant_id, row_id=federation_id)
-            row = lock(session, federation_id, number)
-            is_closing = row is not None and row.state == RoundState.CLOSING
-            if row is not None and is_closing and job.state in _WITHOUT_RESULT:
-                error = (job.error or {}).get("message", "no error")
-                if job.state == JobState.FAILED and federation.state == FederationState.RUNNING:
-                    # The next round would fail for the same reason, and devices would be charged for it.
-                    federation.state = FederationState.PAUSED.value
-                void(session, federation, row, f"{job.id} is {job.state}: {error}")
+    run_each([partial(_end_due, db, *key) for key in due] + [partial(_void_stuck, db, *key) for key in stuck])
+
+
+def _end_due(db: Database, tenant_id: str, federation_id: str, number: int) -> None:
+    with db.write() as session:
+        federation = rows.lock(session, Federation, tenant_id=tenant_id, row_id=federation_id)
+        row, at = lock(session, federation_id, number), now(session)
+        if row is not None and row.deadline_at <= at:
+            end(session, federation, row)
+        elif row is not None and row.state == RoundState.OPEN:
+            # The database's clock has gone back. Do not wait longer than a round that is opened now.
+            row.deadline_at = min(row.deadline_at, at + timedelta(seconds=federation.deadline_s))
+
+
+def _void_stuck(db: Database, tenant_id: str, federation_id: str, number: int, job_id: str) -> None:
+    with db.write() as session:
+        job = queue.lock(session, tenant_id=tenant_id, job_id=job_id)
+        federation = rows.lock(session, Federation, tenant_id=tenant_id, row_id=federation_id)
+        row = lock(session, federation_id, number)
+        is_closing = row is not None and row.state == RoundState.CLOSING
+        if row is not None and is_closing and job.state in _WITHOUT_RESULT:
+            error = (job.error or {}).get("message", "no error")
+            if job.state == JobState.FAILED and federation.state == FederationState.RUNNING:
+                # The next round would fail for the same reason, and devices would be charged for it.
+                federation.state = FederationState.PAUSED.value
+            void(session, federation, row, f"{job.id} is {job.state}: {error}")
 
 
 def _is_misdated(at: datetime) -> ColumnElement[bool]:

@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Final
 
 from sqlalchemy import BigInteger, Select, exists, func, literal, or_, select, type_coerce, update
 from sqlalchemy.orm import Session, aliased
 
 from permille.schemas.jobs import UNFINISHED, EventKind, JobState
-from permille.store.database import Database, now
+from permille.store.database import Database, now, run_each
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import parents, transitions
 from permille.store.tables import Device, Instant, Job, Tenant
@@ -349,17 +350,21 @@ def sweep(db: Database) -> SweepReport:
         waiting = select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_(None))
         due = session.scalars(waiting.where(~_HAS_UNENDED_PART)).all()
     # One transaction per job: a long transaction would block other writers (SQLite).
-    states = [state for job_id in expired if (state := _sweep_one(db, job_id)) is not None]
-    for job_id in due:
-        with db.write() as session:
-            job = transitions.lock(session, job_id)
-            if job is not None:
-                parents.advance(session, job)
+    states: list[JobState | None] = []
+    ended = [partial(lambda job_id: states.append(_sweep_one(db, job_id)), job_id) for job_id in expired]
+    run_each(ended + [partial(_advance_parent, db, job_id) for job_id in due])
     return SweepReport(
         requeued=states.count(JobState.QUEUED),
         died=states.count(JobState.DEAD),
         cancelled=states.count(JobState.CANCELLED),
     )
+
+
+def _advance_parent(db: Database, job_id: str) -> None:
+    with db.write() as session:
+        job = transitions.lock(session, job_id)
+        if job is not None:
+            parents.advance(session, job)
 
 
 def take_undispatched(session: Session, *, resend_after_s: float) -> list[str]:

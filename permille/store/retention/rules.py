@@ -13,6 +13,7 @@ sweep deletes the bytes of logs.
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Final
 
 from sqlalchemy import select
@@ -22,7 +23,7 @@ from permille.schemas.access import RetentionRule
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts, audit, inputs, runs, tables
 from permille.store.audit import Change
-from permille.store.database import Database, now
+from permille.store.database import Database, now, run_each
 from permille.store.errors import ConflictError
 from permille.store.jobs import queue
 from permille.store.tables import Artifact, ArtifactSource, Job, Release, Round, Run
@@ -77,13 +78,16 @@ def set_rule(session: Session, *, tenant_id: str, token_id: str, rule: Retention
 
 
 def apply_all(db: Database) -> None:
-    """Apply the rules of all tenants. Workers call this before each collection."""
+    """Apply the rules of all tenants. One that fails stops no other. Workers do this before a collection."""
     with db.read() as session:
         rows = session.scalars(select(tables.RetentionRule).order_by(tables.RetentionRule.tenant_id)).all()
-    for row in rows:
-        # Each call is one short transaction. Repeat it until nothing is left to delete.
-        while apply(db, tenant_id=row.tenant_id, token_id=row.token_id):
-            pass
+    run_each(partial(_apply_whole, db, row.tenant_id, row.token_id) for row in rows)
+
+
+def _apply_whole(db: Database, tenant_id: str, token_id: str) -> None:
+    # Each call is one short transaction. Repeat it until nothing is left to delete.
+    while apply(db, tenant_id=tenant_id, token_id=token_id):
+        pass
 
 
 def apply(db: Database, *, tenant_id: str, token_id: str, dry_run: bool = False) -> Gone:

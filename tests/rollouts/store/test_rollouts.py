@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from permille.store import audit, rows, tables
+from permille.store import audit, releases, rows, tables
 from permille.store.database import Database
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
@@ -48,6 +48,22 @@ def now_of(db: Database, rollout: Rollout) -> Rollout:
         row = session.get(Rollout, rollout.id)
         assert row is not None
         return row
+
+
+def test_one_broken_rollout_stops_no_later_one(
+    db: Database, tenant_id: str, clock: Clock, devices: list[Device]
+) -> None:
+    packages = [add_package(db, tenant_id, version) for version in ("3", "4")]
+    with db.write() as session:
+        first, _ = (releases.publish(session, name="other", package=package) for package in packages)
+        releases.set_alias(session, tenant_id=tenant_id, name="other", alias="stable", version=first.version)
+    broken, whole = start(db, tenant_id, release="other"), start(db, tenant_id)
+    with db.write() as session:
+        session.get_one(Rollout, broken.id).rules = {"waves": []}
+    clock.forward(RULES.soak_s + RULES.deadline_s)
+    with pytest.raises(ValueError, match="waves"):
+        rollouts.sweep(db)
+    assert now_of(db, whole).state == RolloutState.PAUSED
 
 
 def test_reports_are_counted_by_wave_and_open_the_next_one(

@@ -2,18 +2,32 @@
 
 import socket
 import time
+from functools import partial
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from permille.store import database
-from permille.store.database import Database, Patience, parse_url
+from permille.store.database import Database, Patience, parse_url, run_each
 from permille.store.migrations.schema import migrate
 from tests.integration.test_slow_requests import stopped
 from tests.unit.store.postgres import postgres_server
 
 SHORT = Patience(lock_s=0.2, answer_s=1.0)
+
+
+def test_a_step_that_fails_stops_no_other_and_is_told() -> None:
+    ran: list[int] = []
+
+    def step(number: int) -> None:
+        ran.append(number)
+        if number % 2:
+            raise ValueError(f"number {number}")
+
+    with pytest.raises(ValueError, match="number 1"):
+        run_each([partial(step, number) for number in range(5)])
+    assert ran == [0, 1, 2, 3, 4]
 
 
 def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

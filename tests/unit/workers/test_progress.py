@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
@@ -262,6 +263,32 @@ def test_a_sweep_outlives_what_nobody_thought_of_and_tells_of_a_bucket_once_when
     told = [record.getMessage() for record in caplog.records if "sweep" in record.getMessage()]
     away = "cannot sweep the blobs"
     assert told == [away, f"{away}: {missing}", f"{away}: {refused}", f"over: {away}"]
+
+
+def test_a_step_of_a_sweep_that_fails_skips_no_other(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**layout(tmp_path), "collect_every_s": 0.0, "sweep_s": 0.01}
+    settings, shutdown = WorkerSettings.model_validate(fields), Shutdown()
+    blobs = BlobFolder(settings.blob_root)
+    sweeper = Sweeper(name="w", db=db, blobs=blobs, settings=settings, shutdown=shutdown)
+    names = [*sweeper._row_steps(), *sweeper._blob_steps()]
+    ran: Counter[str] = Counter()
+
+    def step(name: str) -> None:
+        ran[name] += 1
+        raise (KeyError, AWAY, OperatorError("gone"))[len(ran) % 3]
+
+    for kind in ("_row_steps", "_blob_steps"):
+        own = {name: partial(step, name) for name in getattr(sweeper, kind)()}
+        monkeypatch.setattr(Sweeper, kind, lambda _, own=own: own)
+    thread = threading.Thread(target=sweeper.run)
+    thread.start()
+    try:
+        wait(lambda: min(ran[name] for name in names) >= 2)
+    finally:
+        shutdown.ask(0.0)
+        thread.join()
 
 
 AWAY = OperationalError("INSERT", {}, Exception("away"))
