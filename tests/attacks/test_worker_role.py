@@ -1,5 +1,7 @@
 """A worker's database role: it does all of a worker's work, and cannot make itself an administrator."""
 
+import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -8,6 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from sqlalchemy import make_url
 
 from permille.errors import OperatorError, RetryableError
 from permille.store import tables
@@ -24,6 +27,8 @@ from tests.tiny_model import write_corpus, write_model
 from tests.unit.store.postgres import Server, postgres_server
 from tests.worker_role import ROLE, make_role
 
+COMPOSE = Path(__file__).parents[2] / "deploy" / "compose"
+HARD_PASSWORD = "'it''s$HOME\\n\"and\":;--@/'"
 FORBIDDEN = (
     "INSERT INTO operator_tokens (id, tenant_id, created_at, name, role, token_hash) "
     "SELECT 'operator_x', id, 0, 'x', 'admin', 'x' FROM tenants",
@@ -129,6 +134,35 @@ def finish(place: Place, path: str, body: dict[str, Any]) -> dict[str, Any]:
     job: dict[str, Any] = place.api.get(f"/v1/jobs/{answer.json()['id']}").json()
     assert job["state"] == "succeeded", job["error"]
     return job
+
+
+def test_the_script_of_compose_makes_a_role_that_works_with_its_password_alone(tmp_path: Path) -> None:
+    with postgres_server() as server:
+        url = make_url(server.url).set(drivername="postgresql")
+        with psycopg.connect(url.render_as_string(), autocommit=True) as owner:
+            owner.execute("CREATE DATABASE permille")
+            (rules_file,) = owner.execute("SHOW hba_file").fetchone() or ("",)
+        own = {"PGHOST": "127.0.0.1", "PGPORT": str(url.port), "PATH": os.environ["PATH"]}
+        own |= {"POSTGRES_USER": "permille", "WORKER_PASSWORD": HARD_PASSWORD}
+        subprocess.run(["sh", COMPOSE / "worker-role.sh"], env=own, check=True, capture_output=True)
+        again = subprocess.run(["sh", COMPOSE / "worker-role.sh"], env=own, capture_output=True, text=True)
+        assert again.returncode != 0
+        assert "already exists" in again.stderr
+        file = Path(rules_file)
+        file.write_text(f"host all {ROLE} 127.0.0.1/32 scram-sha-256\n{file.read_text()}")
+        with psycopg.connect(url.render_as_string(), autocommit=True) as owner:
+            owner.execute("SELECT pg_reload_conf()")
+        database = make_url(server.url).set(database="permille")
+        migrate(database.render_as_string(), worker_role=ROLE)
+        as_worker = url.set(database="permille", username=ROLE)
+        for password in (None, HARD_PASSWORD.strip("'")):
+            with pytest.raises(psycopg.OperationalError, match="password"):
+                psycopg.connect(as_worker.set(password=password).render_as_string(hide_password=False))
+        known = as_worker.set(password=HARD_PASSWORD).render_as_string(hide_password=False)
+        with psycopg.connect(known) as worker:
+            assert worker.execute("SELECT count(*) FROM jobs").fetchone() == (0,)
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                worker.execute("SELECT token_hash FROM operator_tokens")
 
 
 def test_jobs_of_all_kinds_succeed(place: Place) -> None:
