@@ -53,8 +53,8 @@ class Reason(StrEnum):
         WORSE: the share of devices whose model became worse is significantly above its limit.
         LOSS: the mean loss after training rose by significantly more than 0.01 nats per token.
         GENERAL: training raises the loss on general text more than with the old version. The mean difference
-            is significantly above 0.02 nats per token. Devices round each rise to 0.01, so this difference may
-            be off by 0.01 if their rises are alike.
+            is significantly above 0.02 nats per token. Devices round each rise to 0.01, so the mean may be
+            off by 0.01.
         SUCCESS: a wave ended with a success rate below its limit.
         SILENCE: too few devices of a wave reported in time.
         YANKED: the version was yanked.

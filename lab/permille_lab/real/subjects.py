@@ -124,21 +124,29 @@ def gardener() -> User:
 def general_batches(model: Path, data: Path) -> list[Batch]:
     """Return public text that no training uses: 2,560 tokens each of WikiText-2 and of the end of C4.
 
-    Rows begin as the model reads a text in use.
+    Rows begin as the model reads a text in use. If it begins with BOS, no row crosses texts of C4.
     """
     tokenizer = FileTokenizer(model)
     wiki = (data / "text/wikitext-2/wiki.test.raw").read_text()[: 8 * _GENERAL_TOKENS]
     with (data / "text/c4_en/c4_sample.jsonl").open() as file:
-        c4 = "\n".join(json.loads(line)["text"] for line in list(file)[-32:])[: 8 * _GENERAL_TOKENS]
+        c4 = [json.loads(line)["text"] for line in list(file)[-32:]]
     batches = []
-    for text in (wiki, c4):
-        begins = len(tokenizer.bos)
-        ids_T = np.array(tokenizer.encode(text)[begins : begins + _GENERAL_TOKENS], np.int64)
-        target_T = np.arange(len(ids_T)) >= (0 if begins else 1)
-        document = TokenizedDocument(ids_T, target_T, np.zeros_like(ids_T), tokenizer.bos)
-        rows = document_rows([document], _GENERAL_ROW)
+    for texts in ([wiki], c4 if tokenizer.bos else ["\n".join(c4)[: 8 * _GENERAL_TOKENS]]):
+        rows = document_rows(_documents(tokenizer, texts), _GENERAL_ROW)
         batches += [part.batch for part in evaluation_batches(rows, tokens=2 * _GENERAL_ROW)]
     return batches
+
+
+def _documents(tokenizer: FileTokenizer, texts: Sequence[str]) -> list[TokenizedDocument]:
+    """Tokenize texts until they have `_GENERAL_TOKENS` tokens."""
+    found, begins, left = [], len(tokenizer.bos), _GENERAL_TOKENS
+    for text in texts:
+        ids_T = np.array(tokenizer.encode(text)[begins : begins + left], np.int64)
+        left -= len(ids_T)
+        if len(ids_T):
+            target_T = np.arange(len(ids_T)) >= (0 if begins else 1)
+            found.append(TokenizedDocument(ids_T, target_T, np.zeros_like(ids_T), tokenizer.bos))
+    return found
 
 
 def nats_of(engine: Engine, values_K: NDArray[np.float32], documents: Sequence[TokenizedDocument]) -> float:
