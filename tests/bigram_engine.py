@@ -5,13 +5,15 @@ masked values of the package are the biases, the others are entries of the table
 pairs are chosen by the digest of the parent package, so a package with a pooled state has the same engine.
 """
 
+import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.interface import Engine, EngineInfo
+from permille.engines.key_values import KeyValues
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
 from permille.package.reader import Package
@@ -98,6 +100,50 @@ class BigramEngine:
         logits_NV: NDArray[np.float64] = table.reshape(self._vocabulary, -1)[before_N]
         logits_NV[:, :bias] += values_K[:bias]
         return logits_NV
+
+
+class RememberingBigramEngine(BigramEngine):
+    """A bigram engine that finds tokens of a memory likelier. See `RememberingEngine`."""
+
+    def __init__(self, package: Package) -> None:
+        super().__init__(package)
+        self._config, self._known_V = package.config, np.zeros(self._vocabulary)
+        self._before = np.empty(0, np.int64)
+
+    def read(self, values_K: NDArray[np.float32], ids: NDArray[np.int64]) -> KeyValues:
+        """Return keys that depend on the tokens, and values that also depend on `values_K`."""
+        config, ones = self._config, np.ones((len(ids), 1, 1), np.float32)
+        head = config["hidden_size"] // config["num_attention_heads"]
+        key = ids.astype(np.float32)[:, None, None] * np.ones(
+            (config["num_key_value_heads"], head), np.float32
+        )
+        pair = (key, key * values_K.mean() + ones)
+        return KeyValues(id_S=ids, layers=(pair,) * config["num_hidden_layers"])
+
+    def after(self, known: KeyValues, bos: Sequence[int] = ()) -> "RememberingBigramEngine":
+        engine = copy.copy(self)
+        engine._before = known.id_S
+        engine._known_V = np.log1p(np.bincount(known.id_S, minlength=self._vocabulary))
+        return engine
+
+    def generate(
+        self,
+        values_K: NDArray[np.float32],
+        prompt_ids: NDArray[np.int64],
+        sampling: TokenSampling,
+        keep: Callable[[KeyValues], None] | None = None,
+    ) -> Iterator[int]:
+        written = []
+        for token in super().generate(values_K, prompt_ids, sampling):
+            written.append(token)
+            yield token
+        if keep is not None:
+            keep(
+                self.read(values_K, np.concatenate([self._before, prompt_ids, written[:-1]]).astype(np.int64))
+            )
+
+    def _logits(self, values_K: NDArray[np.float32], before_N: NDArray[np.int64]) -> NDArray[np.float64]:
+        return super()._logits(values_K, before_N) + self._known_V
 
 
 def bigram_engine(package: Package) -> Engine:

@@ -176,7 +176,13 @@ class Personalizer:
             return measured_losses(model, paths)
 
     def generate(
-        self, prompt: str, *, max_tokens: int = 128, temperature: float = 0.0, base: bool = False
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        base: bool = False,
+        memory: bool = True,
     ) -> str:
         """Answer the prompt if the model has a chat template. Otherwise, continue the prompt.
 
@@ -187,6 +193,7 @@ class Personalizer:
             max_tokens: the largest number of tokens to generate.
             temperature: the sampling temperature. 0 always takes the most likely token.
             base: use the base instead of the personal model.
+            memory: use the memory of the personal model, if it has one.
 
         Raises:
             InputError: the prompt is empty or too long, or a number is out of range.
@@ -194,7 +201,7 @@ class Personalizer:
         if max_tokens < 1:
             raise InputError(f"`max_tokens` must be at least 1, got {max_tokens}.")
         sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature)
-        with LocalModel(self._home, self._engine) as model:
+        with LocalModel(self._home, self._engine, memory=memory) as model:
             variant = Variant.BASE if base else model.variants[0]
             if model.tokenizer.can_chat:
                 return "".join(model.reply([("user", prompt)], variant, sampling)[1])

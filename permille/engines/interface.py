@@ -11,7 +11,7 @@ Every implementation passes the rules of `tests/unit/engines/conformance.py`: `R
 computes only losses.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, Self, TypedDict, cast
 
 import numpy as np
@@ -98,11 +98,18 @@ class RememberingEngine(Engine, Protocol):
             InputError: an argument is out of range.
         """
 
-    def after(self, known: KeyValues) -> Self:
+    def after(self, known: KeyValues, bos: Sequence[int] = ()) -> Self:
         """Return an engine whose rows and prompts continue at position `len(known)`.
 
         It shares the model, and `known` replaces what this engine itself continues. It computes losses and
-        text, and no gradients.
+        text, and no gradients. For example, for a model that begins every text with the token 2:
+
+            engine.after(memory, bos=(2,)).token_losses(values_K, batch)
+
+        Args:
+            known: the keys and values.
+            bos: the tokens that rows and prompts begin with. The last tokens of `known` take their place and
+                are read again, so BOS stands only at position 0. Rows that begin otherwise stay as they are.
 
         Raises:
             InputError: `known` does not fit the model, or is too long for it.

@@ -138,8 +138,10 @@ def data_remove(
     """Stop training on these files or folders.
 
     The files stay. Their text is erased from the index in the home folder, also if they were only named to
-    `train`. The personal model keeps what it learned from them until `reset` or `forget`.
+    `train`, and so is a memory that holds it. The state of the personal model keeps what it learned from them
+    until `reset` or `forget`.
     """
+    from permille_agent.link.forget import forget_memories
     from permille_agent.text.notes import remove_text
 
     home = home_of(context)
@@ -149,9 +151,10 @@ def data_remove(
         added = [path for path in paths if path.absolute() in known]
         left = tuple(path for path in known if path not in {path.absolute() for path in added})
         erased = remove_text(home, paths, kept=left)
-        if added or not erased:
+        memories = forget_memories(home, paths)
+        if added or not (erased or memories):
             left = remove_references(home, added or paths)
-    show({"data": [str(path) for path in left]}, as_json=as_json)
+    show({"data": [str(path) for path in left], "memories_erased": memories}, as_json=as_json)
 
 
 def rollback(context: typer.Context, as_json: JsonOption = False) -> None:

@@ -74,6 +74,10 @@ NotesOption = Annotated[
     ),
 ]
 
+MemoryOption = Annotated[
+    bool, typer.Option("--memory/--no-memory", help="Use the memory of the personal model, if it has one.")
+]
+
 
 class ExportForm(StrEnum):
     """Forms that a model can be exported in, named for the programs that load them."""
@@ -108,6 +112,7 @@ def compare(
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
+    memory: MemoryOption = True,
     as_json: JsonOption = False,
 ) -> None:
     """Compare the base and the personal model: losses on held-out text, and samples.
@@ -121,7 +126,7 @@ def compare(
     from permille_agent.local.compare import compare as compare_models
 
     home = home_of(context)
-    with _open_model(context, threads, engine) as model:
+    with _open_model(context, threads, engine, memory) as model:
         sampling = _sampling(model, max_tokens, temperature, top_p, seed)
         result = compare_models(home, model, data_paths=data or [], prompts=prompt or [], sampling=sampling)
     show(json_of(result), as_json=as_json, render=lambda console: _render_comparison(console, result))
@@ -165,6 +170,7 @@ def generate(
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
     notes: NotesOption = True,
+    memory: MemoryOption = True,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, or with --chat answer a message.
@@ -180,7 +186,7 @@ def generate(
     With --chat, the model also reads passages of your text that fit the message. They are shown on standard
     error. --base and --no-notes leave them out.
     """
-    with _open_model(context, threads, engine, notes) as model:
+    with _open_model(context, threads, engine, memory, notes) as model:
         sampling = _sampling(model, max_tokens, temperature, top_p, seed)
         variant = _variant(model, base)
         if as_chat:
@@ -221,6 +227,7 @@ def chat(
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
     notes: NotesOption = True,
+    memory: MemoryOption = True,
 ) -> None:
     """Talk to the model in the terminal.
 
@@ -236,7 +243,7 @@ def chat(
 
     beginning = [("system", system)] if system else []
     messages = list(beginning)
-    with _open_model(context, threads, engine, notes) as model:
+    with _open_model(context, threads, engine, memory, notes) as model:
         # Fail before the user has typed a message.
         model.tokenizer.require_chat()
         variant = _variant(model, base)
@@ -278,6 +285,7 @@ def serve(
     threads: ThreadsOption = None,
     engine: EngineOption = AUTO,
     notes: NotesOption = True,
+    memory: MemoryOption = True,
     as_json: JsonOption = False,
 ) -> None:
     """Serve the model to programs on this machine, through the REST interfaces of OpenAI and Ollama.
@@ -289,14 +297,14 @@ def serve(
       curl -H "Authorization: Bearer $(cat TOKEN_FILE)" http://127.0.0.1:8081/v1/models
 
     The server listens on loopback only. It prints the name of a file with a token. Clients send this token as
-    their API key. The models are `personal`, `pooled` and `base`, if the device has them. A request for any
-    other name gets the first of these. This first model also reads passages of your text that fit a message,
-    and the answer lists them in the field `notes`.
+    their API key. The models are `personal`, `personal-no-memory`, `pooled` and `base`, if the device has
+    them. A request for any other name gets the first of these. This first model also reads passages of your
+    text that fit a message, and the answer lists them in the field `notes`.
     """
     from permille_agent.local.serve import LocalServer, read_or_make_access
 
     access = read_or_make_access(home_of(context), allow_origin or ())
-    with _open_model(context, threads, engine, notes) as model:
+    with _open_model(context, threads, engine, memory, notes) as model:
         # Listen on loopback only, because the token and the text travel over plain HTTP.
         server = LocalServer(("127.0.0.1", port), model, access)
         second = server.with_ipv6()
@@ -339,6 +347,10 @@ def export(
             help="The GGUF file that the model came from. The new file takes its tokenizer and metadata."
         ),
     ] = None,
+    memory_text: Annotated[
+        bool,
+        typer.Option(help="Write the text of the memory into the Modelfile, as the system message."),
+    ] = False,
     base: BaseOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -357,18 +369,23 @@ def export(
     The export merges your changes into the weights. --format gguf is for llama.cpp and Ollama. With --like,
     llama.cpp cuts texts into the same tokens as with the given file. --format lora writes your changes alone,
     as a small file that llama.cpp loads beside the model (llama-cli --lora). --format peft does this for
-    peft. --format executorch needs torch and ExecuTorch's exporter. The export is personal data.
+    peft. --format executorch needs torch and ExecuTorch's exporter. The export is personal data. Other
+    programs cannot load a memory, so it stays behind. With --memory-text, the Modelfile has its text as the
+    system message.
     """
     from permille.engines.export import export_peft, export_transformers
     from permille.package.blobs import BlobFolder
     from permille.package.reader import Package
+    from permille_agent.local.model import memory_text_of
     from permille_agent.state.models import carries_pooled, require_active
-    from permille_agent.training.personal import model_values
+    from permille_agent.training.personal import model_values, personal_memory
 
     if kind is not None and form not in (ExportForm.GGUF, ExportForm.LORA):
         raise InputError(f"--type is for --format gguf and lora, and the format is {form}.")
     if like is not None and form is not ExportForm.GGUF:
         raise InputError(f"--like is for --format gguf, and the format is {form}.")
+    if memory_text and (form is not ExportForm.GGUF or base):
+        raise InputError("--memory-text is for the personal model in --format gguf, which has a Modelfile.")
     home = home_of(context)
     active = require_active(home)
     folder = folder.expanduser().absolute()
@@ -376,6 +393,7 @@ def export(
         raise InputError(f"The folder {folder.parent} does not exist. Create it, or choose another place.")
     package = Package.open(BlobFolder(home.blobs), active.package)
     values_K = package.values() if base else model_values(home, active, package)
+    memory = None if base else personal_memory(home, active, package)
     personal = active.run is not None and not base
     pooled = not (personal or base) and carries_pooled(home, active.package)
     document: dict[str, object] = {
@@ -404,6 +422,7 @@ def export(
     else:
         with _needing("gguf"):
             from permille.engines.gguf.export import MODELFILE, export_gguf
+            from permille.engines.gguf.modelfile import add_system
             from permille.models.ollama import ollama_name
         exported = export_gguf(package, values_K, folder, kind=kind, like=like and like.expanduser())
         document |= {"type": exported.kind.value, "bytes": exported.size_bytes}
@@ -413,6 +432,10 @@ def export(
         if personal:
             # Rounding to the type of the file can lose a part of the change.
             document["change_kept"] = round(exported.kept, 6)
+        if memory is not None and memory_text:
+            add_system(folder / MODELFILE, memory_text_of(package, memory))
+    if memory is not None:
+        document["memory"] = "in the Modelfile as text" if memory_text else "stays on this device"
     show(document, as_json=as_json)
 
 
@@ -426,11 +449,12 @@ def _needing(extra: str) -> Iterator[None]:
 
 
 def _open_model(
-    context: typer.Context, threads: int | None, engine: str, notes: bool = False
+    context: typer.Context, threads: int | None, engine: str, memory: bool, notes: bool = False
 ) -> "LocalModel":
     from permille_agent.local.model import LocalModel
 
-    return LocalModel(home_of(context), EngineChoice(name=engine, threads=threads), notes=notes)
+    chosen = EngineChoice(name=engine, threads=threads)
+    return LocalModel(home_of(context), chosen, memory=memory, notes=notes)
 
 
 def _show_notes(generated: "Generated") -> None:
@@ -493,6 +517,8 @@ def _render_comparison(console: Console, result: "SideBySide") -> None:
     general = losses.general
     words = "not measured, because the package has no reference text" if general is None else str(general)
     console.print(f"loss on general text: {words}", highlight=False)
+    if losses.parts is not None:
+        console.print(f"state and memory: {losses.parts.words(general)}", markup=False, highlight=False)
     if losses.improvement_on_pooled is not None:
         console.print(f"improvement on the pooled model: {losses.improvement_on_pooled}", highlight=False)
     for sample in result.samples:

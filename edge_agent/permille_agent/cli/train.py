@@ -137,6 +137,14 @@ def train(
         float,
         typer.Option(help="Largest allowed rise of the loss on general text, in nats per token."),
     ] = 0.1,
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            help="Largest number of tokens of your text that the model keeps in its memory. 0 makes none. "
+            "Default: 512. Runs with --engine torch or executorch, and runs that share their log or state, "
+            "have none."
+        ),
+    ] = None,
     share_log: Annotated[
         bool | None,
         typer.Option(
@@ -217,6 +225,7 @@ def train(
         learn=choice_of(Learn, learn, "a choice of turns to learn"),
         rate_scale=rate_scale,
         keep_general=keep_general,
+        memory=memory,
     )
     chosen = EngineChoice(name=engine, threads=threads, device=device, dtype=dtype)
     # Progress goes to standard error, so that standard output has only the result.
@@ -343,6 +352,8 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
         table.add_row("general loss", "not measured, because the package has no reference text")
     if decision.answers:
         table.add_row("asked", "; ".join(answer.prompt for answer in decision.answers))
+    if decision.parts is not None:
+        table.add_row("memory", decision.parts.words(decision.general))
     if decision.general is not None or decision.answers:
         table.add_row("strength", strength_words(decision.strength, decision.fault))
     table.add_row("steps", f"{decision.step} of {decision.steps} used")

@@ -11,7 +11,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,18 @@ from permille_agent.link.report import (
     withdraw_logs,
 )
 from permille_agent.state.choices import set_sharing
-from permille_agent.state.home import Home, erase, open_home, overwrite, overwrite_record
+from permille_agent.state.home import (
+    Home,
+    erase,
+    open_home,
+    overwrite,
+    overwrite_record,
+    path_of,
+    telling_disk,
+)
 from permille_agent.state.models import referenced_models
-from permille_agent.training.run import named_run
+from permille_agent.training.outcome import TextSource
+from permille_agent.training.run import list_runs, named_run
 
 PROMISE = (
     "The files were overwritten once and removed. Copies that the file system or the drive keeps (snapshots, "
@@ -122,6 +131,29 @@ def forget_run(home: Home, name: str) -> Erased:
     except OSError as exc:
         raise OperatorError(f"Cannot erase the files in {folder}: {exc}") from exc
     return Erased(files=files, size_bytes=size_bytes, deletions_waiting=0)
+
+
+def forget_memories(home: Home, paths: Sequence[Path]) -> int:
+    """Erase the memories that hold text of files or folders, and return their number.
+
+    The states of these models stay, and work without the memory. The caller holds the lock.
+
+    Raises:
+        OperatorError: a file cannot be erased.
+    """
+    gone, erased = [path.absolute() for path in paths], 0
+    for run in list_runs(home):
+        sources = [path_of(path) for path in (run.load("data", TextSource) or TextSource()).paths]
+        related = any(
+            one.is_relative_to(other) or other.is_relative_to(one) for one in sources for other in gone
+        )
+        if related and run.memory.exists():
+            # The page of a run and its samples show the memory's text.
+            for path in (run.memory, run.path / "samples.json", run.path / "show.html"):
+                with telling_disk(), suppress(FileNotFoundError):
+                    erase(path)
+            erased += 1
+    return erased
 
 
 def _deletions(home: Home) -> dict[Path, str]:

@@ -18,6 +18,7 @@ from permille_agent.training.decision import Decision, known_losses
 from permille_agent.training.evaluation import DocumentLosses, GeneralLoss, document_losses
 from permille_agent.training.evidence import Comparison, compare_losses
 from permille_agent.training.outcome import TextSource
+from permille_agent.training.parts import Parts
 from permille_agent.training.run import BegunRun, LearnedText, RunFolder, find_run, finite_or_none
 
 PROMPT_WORDS = 6
@@ -33,6 +34,7 @@ class ComparedLosses:
         text: description of the text.
         general: losses on general text at the end of the run, or None.
         pooled: loss of the package's pooled state, or None.
+        parts: choice among state and memory, or None if the run made no memory.
         improvement: reduction of the loss from the base to the personal model.
     """
 
@@ -46,6 +48,7 @@ class ComparedLosses:
     pooled: float | None = None
     bits_per_byte_pooled: float | None = None
     improvement_on_pooled: Comparison | None = None
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +79,8 @@ def compare(
     model.values(Variant.PERSONAL)  # raises if there is no personal model
     folder = find_run(home, model.active.run or "")
     losses = measured_losses(model, data_paths) if data_paths else judged_losses(folder)
-    losses = replace(losses, general=folder.require("decision", Decision).general)
+    decision = folder.require("decision", Decision)
+    losses = replace(losses, general=decision.general, parts=decision.parts)
     prompts = list(prompts) or test_prompts(folder, model) or ["The"]
     samples = tuple(continue_prompt(model, prompt, sampling) for prompt in prompts)
     return SideBySide(run=folder.name, package=model.active.package, losses=losses, samples=samples)
@@ -100,6 +104,7 @@ def judged_losses(folder: RunFolder) -> ComparedLosses:
         bits_per_byte_personal=decision.bits_per_byte_personal,
         improvement=decision.against_base,
         general=decision.general,
+        parts=decision.parts,
     )
 
 
@@ -117,8 +122,8 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
         raise InputError(f"Comparing needs at least 2 documents, got {len(known)}. Name more with --data.")
     rows = document_rows(tokenized, row_tokens)
     found = {
-        variant: document_losses(model.engine, model.values(variant), rows, len(known))
-        for variant in model.variants
+        variant: document_losses(model.engine_of(variant), model.values(variant), rows, len(known))
+        for variant in compared(model)
     }
     base, personal, pooled = found[Variant.BASE], found[Variant.PERSONAL], found.get(Variant.POOLED)
 
@@ -139,9 +144,14 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
     )
 
 
+def compared(model: LocalModel) -> list[Variant]:
+    """Return the variants that are compared: all, but the personal model only with its memory."""
+    return [variant for variant in model.variants if variant is not Variant.PERSONAL_WITHOUT_MEMORY]
+
+
 def continue_prompt(model: LocalModel, prompt: str, sampling: Sampling) -> Sample:
     """Return each model's continuation of a prompt. If the prompt is a question, a chat model answers it."""
-    written = {variant.value: model.write(prompt, variant, sampling) for variant in model.variants}
+    written = {variant.value: model.write(prompt, variant, sampling) for variant in compared(model)}
     return Sample(prompt=prompt, **written)
 
 

@@ -16,7 +16,7 @@ An engine that always reads a text from its first token on keeps nothing.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -36,9 +36,15 @@ MOST_BYTES: Final = 256 << 20
 class Conversations:
     """Generates texts with one engine. Calls from several threads are safe."""
 
-    def __init__(self, engine: Engine, most_bytes: int = MOST_BYTES) -> None:
-        """Keep at most `most_bytes` of keys and values."""
+    def __init__(
+        self, engine: Engine, memories: Mapping[str, KeyValues] = {}, most_bytes: int = MOST_BYTES
+    ) -> None:
+        """Keep at most `most_bytes` of keys and values beside the memories.
+
+        The texts of a model that has a memory begin with the tokens of the memory.
+        """
         self._engine = engine
+        self._memories = memories
         self._most_bytes = most_bytes
         self._texts: list[tuple[str, KeyValues]] = []  # the one that was used last is the last
         self._lock = threading.Lock()
@@ -72,8 +78,10 @@ class Conversations:
         """Return the longest known beginning of a text, without its last token, which must be read."""
         with self._lock:
             shared = [known.common(ids[:-1]) if name == model else 0 for name, known in self._texts]
-            if not any(shared):
-                return None
+            memory = self._memories.get(model)
+            most = 0 if memory is None else memory.common(ids[:-1])
+            if max(shared, default=0) <= most:
+                return None if memory is None or not most else memory.first(most)
             best = max(range(len(shared)), key=shared.__getitem__)
             self._texts.append(self._texts.pop(best))
             return self._texts[-1][1].first(shared[best])

@@ -1,11 +1,12 @@
 """Text generation with the base, the pooled state and the personal model of the active package.
 
-All variants share one engine and its quantized weights. They differ in the sparse trained values.
+All variants share one engine and its quantized weights. They differ in the sparse trained values. Texts of
+the personal model follow its memory, if it has one.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
@@ -14,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
-from permille.engines.interface import Engine
+from permille.engines.interface import Engine, remembering
+from permille.engines.key_values import KeyValues
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
@@ -26,7 +28,7 @@ from permille_agent.state.home import Home, first_error
 from permille_agent.state.models import Active, opening, require_active
 from permille_agent.text.documents import Learn
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
-from permille_agent.training.personal import model_values, pooled_start
+from permille_agent.training.personal import model_values, personal_memory, pooled_start
 from permille_agent.training.run import BegunRun, RunFolder
 
 GENERATION_CONFIG: Final = "generation_config.json"
@@ -40,6 +42,7 @@ class Variant(StrEnum):
     BASE = "base"
     POOLED = "pooled"
     PERSONAL = "personal"
+    PERSONAL_WITHOUT_MEMORY = "personal-no-memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,7 @@ class LocalModel:
 
     Attributes:
         sampling: settings of text generation in the package, or the defaults.
+        memory: the memory of the personal model, or None.
     """
 
     def __init__(
@@ -102,16 +106,18 @@ class LocalModel:
         engine_of: Callable[[Package], Engine],
         active: Active | None = None,
         *,
+        memory: bool = True,
         notes: bool = False,
     ) -> None:
-        """Open the model `active`. None opens the model in use.
+        """Open the model `active`. None opens the model in use. Without `memory`, its memory is left off.
 
         With `notes`, the default variant answers with passages of the user's text before each question. Other
         variants, such as the base beside a personal model, know nothing of the user.
 
         Raises:
             OperatorError: no package is installed.
-            PackageError: the package or the run's state is damaged.
+            InputError: the engine cannot use the memory.
+            PackageError: the package, the run's state or its memory is damaged.
         """
         self.active = active = active or require_active(home)
         self._notes_of = home if notes else None
@@ -119,15 +125,23 @@ class LocalModel:
             self.package = Package.open(BlobFolder(home.blobs), active.package)
             self.tokenizer: TextTokenizer = package_tokenizer(self.package, _learned(home, active))
             self.engine = engine_of(self.package)
-        self._conversations = Conversations(self.engine)
         self.sampling = own_sampling(self.package)
         base_K = self.package.values()
+        self._after: Engine = self.engine
+        self.memory: KeyValues | None = None
         # The default variant comes last, because `variants` reverses this order.
         self._values: dict[Variant, NDArray[np.float32]] = {Variant.BASE: base_K}
         if (pooled := pooled_start(self.package)) is not None:
             self._values[Variant.POOLED] = values(base_K, pooled.s_K, pooled.step_unit_exponent)
         if active.run is not None:
-            self._values[Variant.PERSONAL] = model_values(home, active, self.package)
+            personal_K = model_values(home, active, self.package)
+            self.memory = personal_memory(home, active, self.package) if memory else None
+            if self.memory is not None:
+                self._after = remembering(self.engine).after(self.memory, self.tokenizer.begins)
+                self._values[Variant.PERSONAL_WITHOUT_MEMORY] = personal_K
+            self._values[Variant.PERSONAL] = personal_K
+        memories = {} if self.memory is None else {Variant.PERSONAL.value: self.memory}
+        self._conversations = Conversations(self.engine, memories)
 
     def __enter__(self) -> "LocalModel":
         return self
@@ -154,6 +168,14 @@ class LocalModel:
         if variant not in self._values:
             raise InputError("There is no personal model. Run `permille-agent train`.")
         return self._values[variant]
+
+    def engine_of(self, variant: Variant) -> Engine:
+        """Return the engine of a variant. The personal model's texts follow its memory."""
+        return self._after if variant is Variant.PERSONAL else self.engine
+
+    def memory_text(self) -> str:
+        """Return the text of the memory, or an empty string without one."""
+        return "" if self.memory is None else memory_text_of(self.package, self.memory)
 
     def complete(self, prompt: str, variant: Variant, sampling: Sampling) -> tuple[Generated, Iterator[str]]:
         """Continue a prompt. Return the counts and an iterator of pieces of text.
@@ -201,7 +223,8 @@ class LocalModel:
         self, home: Home, messages: Sequence[tuple[str, str]], sampling: Sampling
     ) -> tuple[NDArray[np.int64], Consulted]:
         """Return a chat's prompt with all passages that fit: those of all questions, of the last, or none."""
-        room = self.positions - min(sampling.max_new_tokens, ANSWER_TOKENS, self.positions // 4)
+        answer = min(sampling.max_new_tokens, ANSWER_TOKENS, self.positions // 4)
+        room = self.positions - len(self.memory or ()) - answer
         for most in (None, 1):
             turns, notes = with_passages(home, messages, most)
             # A template may refuse a passage with a special token. The question itself is asked below.
@@ -216,6 +239,10 @@ class LocalModel:
         self, prompt_ids: NDArray[np.int64], variant: Variant, sampling: Sampling
     ) -> tuple[Generated, Iterator[str]]:
         generated = Generated(prompt_tokens=len(prompt_ids))
+        if variant is Variant.PERSONAL and self.memory is not None:
+            begins = np.array(self.tokenizer.begins, np.int64)
+            after = len(begins) if (prompt_ids[: len(begins)] == begins).all() else 0
+            prompt_ids = np.concatenate([self.memory.id_S, prompt_ids[after:]])
         limit = min(sampling.max_new_tokens, self.positions - len(prompt_ids))
         ids = self._conversations.generate(
             variant,
@@ -225,6 +252,12 @@ class LocalModel:
         )
         pieces = self.tokenizer.stream(_counted(ids, generated, limit))
         return generated, until_stop(pieces, sampling.stop, generated)
+
+
+def memory_text_of(package: Package, memory: KeyValues) -> str:
+    """Return the text of a memory."""
+    with closing(package_tokenizer(package)) as tokenizer:
+        return tokenizer.decode(memory.id_S.tolist()).strip()
 
 
 def own_sampling(package: Package) -> Sampling:

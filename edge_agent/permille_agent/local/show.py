@@ -41,9 +41,10 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 630.0, 20.0, 190.0  # edges of the curve in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Contents of a run's `samples.json`."""
+    """Contents of a run's `samples.json`. `memory` is the text of the memory."""
 
     samples: tuple[Sample, ...]
+    memory: str = ""
 
 
 def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
@@ -78,6 +79,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         gain=gain,
         general=decision.general if decision else None,
         answers=decision.answers if decision else (),
+        memory=_memory(folder, decision),
         strength=strength_words(decision.strength, decision.fault) if decision else "",
         curve=None if decision is None or by_parts else _curve(folder, decision),
         written=written,
@@ -97,6 +99,14 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
     with telling_disk():  # a training that ends now may delete this folder
         write_atomic(path, page.encode(), mode=0o600)
     return path
+
+
+def _memory(folder: RunFolder, decision: Decision | None) -> str:
+    if decision is None or decision.parts is None:
+        return ""
+    words = decision.parts.words(decision.general)
+    gone = decision.adopted and decision.part.has_memory and not folder.memory.exists()
+    return words + "; the memory was erased together with its text" * gone
 
 
 def _of_what(home: Home, folder: RunFolder) -> str:
@@ -173,7 +183,8 @@ def _write_samples(home: Home, folder: RunFolder, engine_of: OpenEngine) -> Writ
     with LocalModel(home, engine_of, Active(package=package, run=folder.name)) as model:
         sampling = Sampling(max_new_tokens=TOKENS, temperature=TEMPERATURE, seed=0)
         prompts = test_prompts(folder, model) or ["The"]
-        return Written(samples=tuple(continue_prompt(model, prompt, sampling) for prompt in prompts))
+        samples = tuple(continue_prompt(model, prompt, sampling) for prompt in prompts)
+        return Written(samples=samples, memory=model.memory_text())
 
 
 def _parts(train: int, select: int, test: int) -> str:

@@ -72,11 +72,13 @@ class Stage:
         train: packed rows of all earlier parts.
         rows: place of the part's rows in `Prepared.test`.
         documents: place of the part's documents in `Prepared.test_documents`.
+        read: the documents of all earlier parts, in the order of the text.
     """
 
     train: list[Row]
     rows: slice
     documents: slice
+    read: tuple[TokenizedDocument, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,8 @@ class Prepared:
         digest: digest of all rows.
         stages: one stage for each part of a short text after the first. Empty for other text.
         groups: groups of all documents, sorted.
+        read: the documents of `train`, in the order of the text. A memory is made of them.
+        separator: the tokens of an empty line, which separates documents in a memory.
     """
 
     train: list[Row]
@@ -102,6 +106,8 @@ class Prepared:
     digest: str
     stages: tuple[Stage, ...] = ()
     groups: tuple[str, ...] = ()
+    read: tuple[TokenizedDocument, ...] = ()
+    separator: tuple[int, ...] = ()
 
 
 def prepare(
@@ -137,7 +143,8 @@ def prepare(
     held_out = [split is not Split.TRAIN for split in splits]
     tokenized = _guarded(known, tokenized, held_out)
     parts = {split: [i for i in range(len(known)) if splits[i] is split] for split in Split}
-    train = packed_rows([tokenized[i] for i in parts[Split.TRAIN]], row_tokens)
+    read = tuple(tokenized[i] for i in parts[Split.TRAIN])
+    train = packed_rows(read, row_tokens)
     select = document_rows([tokenized[i] for i in parts[Split.SELECT]], row_tokens)
     test = document_rows([tokenized[i] for i in parts[Split.TEST]], row_tokens)
     return Prepared(
@@ -148,6 +155,8 @@ def prepare(
         counts=count(splits, [t.targets for t in tokenized]),
         digest=rows_digest([train, select, test]),
         groups=_groups(known),
+        read=read,
+        separator=tokenizer.separator(),
     )
 
 
@@ -176,13 +185,15 @@ def _prepare_little(
     for number in range(1, PARTS):
         guarded = _guarded(known, tokenized, [part == number for part in part_of])
         # Train on earlier parts only, so that each state is judged on text that it has not seen.
-        before = packed_rows([guarded[i] for i, part in enumerate(part_of) if part < number], row_tokens)
+        read = tuple(guarded[i] for i, part in enumerate(part_of) if part < number)
+        before = packed_rows(read, row_tokens)
         rows = document_rows([tokenized[i] for i in places[number]], row_tokens, first=len(judged))
         stages.append(
             Stage(
                 train=before,
                 rows=slice(len(test), len(test) + len(rows)),
                 documents=slice(len(judged), len(judged) + len(places[number])),
+                read=read,
             )
         )
         test += rows
@@ -207,6 +218,8 @@ def _prepare_little(
         digest=rows_digest([train, *(stage.train for stage in stages), test]),
         stages=tuple(stages),
         groups=_groups(documents),
+        read=tuple(tokenized),
+        separator=tokenizer.separator(),
     )
 
 

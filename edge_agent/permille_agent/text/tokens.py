@@ -72,6 +72,7 @@ class TextTokenizer:
 
     Attributes:
         template: chat template of the package, or the default one.
+        begins: the tokens that the model reads before every text, often none.
         stop_ids: EOS, every `eos_token_id` in the package's files, and the template's ends of a turn.
     """
 
@@ -101,7 +102,7 @@ class TextTokenizer:
         known = answered(self._sandbox.start, "tokenizer")
         self._bos_id: int | None = known["ids"][0] if self.bos else None
         try:
-            self._begins = beginning(files, known)
+            self.begins = beginning(files, known)
         except InputError as exc:
             raise PackageError("tokenizer", str(exc)) from exc
         self._eos_id: int | None = known["ids"][1] if self.eos else None
@@ -142,6 +143,10 @@ class TextTokenizer:
         if not len(ids_T):
             raise InputError("The prompt is empty. Write at least one word.")
         return ids_T
+
+    def separator(self) -> tuple[int, ...]:
+        """Return the ids of an empty line, without BOS."""
+        return tuple(self._encode("\n\n", rendered=False).ids_T[len(self.begins) :].tolist())
 
     def chat_prompt(
         self, messages: Sequence[tuple[str, str]], *, today: date | None = None
@@ -259,7 +264,7 @@ class TextTokenizer:
         )
 
     def _document(self, encoding: "_Encoding", text: str, spans: "Spans") -> TokenizedDocument:
-        begins = len(self._begins)
+        begins = len(self.begins)
         ids_T, starts_T, ends_T = encoding.ids_T, encoding.starts_T, encoding.ends_T
         target_T = np.zeros(len(ids_T), dtype=np.bool_)
         for start, end in spans:
@@ -267,7 +272,7 @@ class TextTokenizer:
             target_T |= (ends_T > start) & (starts_T < end) & (ends_T > starts_T)
         target_T[:1] = False
         bytes_T = token_bytes(text, ends_T)
-        return TokenizedDocument(ids_T[begins:], target_T[begins:], bytes_T[begins:], self._begins)
+        return TokenizedDocument(ids_T[begins:], target_T[begins:], bytes_T[begins:], self.begins)
 
     def _encode(self, text: str, *, rendered: bool, mark: str = "") -> "_Encoding":
         """Tokenize a text, and begin it as the model reads it in use.
@@ -293,10 +298,10 @@ class TextTokenizer:
         length = len(text.replace(mark, "") if mark else text)
         if not same or (len(found.ends_T) and found.ends_T.max() > length):
             raise PackageError("tokenizer", "The tokenizer returned positions outside of the text")
-        added = len(begun(found.ids_T.tolist(), self._begins)) - len(found.ids_T)
+        added = len(begun(found.ids_T.tolist(), self.begins)) - len(found.ids_T)
         nowhere = np.zeros(added, dtype=np.int64)
         return _Encoding(
-            np.concatenate([np.array(self._begins[:added], np.int64), found.ids_T]),
+            np.concatenate([np.array(self.begins[:added], np.int64), found.ids_T]),
             np.concatenate([nowhere, found.starts_T]),
             np.concatenate([nowhere, found.ends_T]),
         )

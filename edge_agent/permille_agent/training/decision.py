@@ -3,10 +3,12 @@
 1. The state is multiplied by the largest factor of 8/8, 7/8, ..., 1/8 for which two conditions hold: The
    loss on general text is within its bound, and the base's answers to general questions are kept
    (`evaluation.py`). The number of eighths is the strength of the state.
-2. The state at that strength is compared with the base on the test split (`evidence.py`).
-3. If a personal or pooled model is active, the state is also compared with that model.
+2. The memory is computed with the state at that strength in place. Of the state, the memory and both, the
+   select split chooses the model. Its memory must keep the base's answers, too (`parts.py`).
+3. The chosen model is compared with the base on the test split (`evidence.py`).
+4. If a personal or pooled model is active, the chosen model is also compared with that model.
 
-The state is adopted if it is significantly better in each comparison. Decisions are numbered, and later ones
+The model is adopted if it is significantly better in each comparison. Decisions are numbered, and later ones
 need stronger evidence. This bounds the probability of any false adoption on a device.
 
 - If the active model cannot be opened, the comparison with the base decides.
@@ -14,7 +16,8 @@ need stronger evidence. This bounds the probability of any false adoption on a d
   and the losses are compared per byte.
 - A short text is split into parts (`preparation.py`). Each part after the first tests a state that was
   trained on the parts before it. The final state is trained on the whole text. If the final state is adopted,
-  later comparisons with it leave out this text.
+  later comparisons with it leave out this text. In the same way, each part judges a memory of the parts
+  before it.
 """
 
 import math
@@ -45,9 +48,12 @@ from permille_agent.training.evaluation import (
     document_losses,
     joined,
     keep_general,
+    mean_loss,
     summed,
 )
 from permille_agent.training.evidence import GROUP_TOKENS, Comparison, compare_losses, merged
+from permille_agent.training.memory import Part, remembers
+from permille_agent.training.parts import Candidates, Model, Parts, choose_parts
 from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_none
 from permille_agent.training.steps import SelectedState, Stop
 
@@ -87,9 +93,13 @@ class Decision:
         adopted: whether the state replaces the incumbent.
         reason: reason of the decision, for the user.
         loss_base: the loss of the base on the test split, in nats per token.
+        loss_personal: the loss of the chosen model there.
+        loss_state: the loss there of the state alone, the only one that a report has.
+        parts: the choice among state and memory. None if the run made no memory.
+        state_against_base: the reduction of the loss from the base to the state alone.
         number: the index of this decision among all on this device, from 1.
-        against_base: the reduction of the loss from the base to the state.
-        against_active: the reduction of the loss from the active or pooled model to the state.
+        against_base: the reduction of the loss from the base to the chosen model.
+        against_active: the reduction of the loss from the active or pooled model to the chosen model.
         pooled: whether the package's pooled state was the incumbent.
         rows: the rows on which losses were measured, in words.
     """
@@ -116,6 +126,19 @@ class Decision:
     fault: str = ""
     general: GeneralLoss | None = None
     answers: tuple[Sample, ...] = ()
+    loss_state: float | None = None
+    state_against_base: Comparison | None = None
+    parts: Parts | None = None
+
+    @property
+    def part(self) -> Part:
+        """Return the parts of the model that was chosen."""
+        return Part.STATE if self.parts is None else self.parts.chosen
+
+    @property
+    def judged_digest(self) -> str | None:
+        """Return the digest of the state of the chosen model. None is the base."""
+        return (self.scaled_digest or self.state_digest) if self.part.has_state else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +215,7 @@ class _Incumbent:
 
 def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumbent) -> Decision:
     # Measure the base first, because every outcome reports its losses.
-    base = _losses(run, "base", lambda _: run.w_base_K)
+    base = _losses(run, "base", lambda _: (run.engine, run.w_base_K))
     exponent = selected.header.step_unit_exponent
 
     def digest_of(s_K: NDArray[np.int64]) -> str:
@@ -211,31 +234,57 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         bits_per_byte_base=finite_or_none(base.bits_per_byte),
         pooled=incumbent.model.run is None and run.package.manifest.has_layer(Role.POOLED),
         rows=rows_words(run.prepared.test, run.options.row_tokens),
+        strength=0,
     )
-    # No trained state was selected. Judging would only use up test text.
-    if selected.step == 0 and not run.judges_start:
+    # Without a step, no state was selected. Judging the start would only use up test text.
+    if selected.step or run.judges_start:
+        kept = keep_general(run, selected.s_K, exponent)
+        decision = replace(
+            decision, strength=kept.strength, fault=kept.fault, general=kept.general, answers=kept.answers
+        )
+        if not kept.strength:
+            decision = replace(decision, reason=_too_costly(run, kept))
+        elif kept.strength < EIGHTHS:
+            decision = replace(decision, scaled_digest=digest_of(scaled(selected.s_K, kept.strength)))
+
+    def values_of(s_K: NDArray[np.int64]) -> NDArray[np.float32]:
+        return values(run.w_base_K, scaled(s_K, decision.strength), exponent)
+
+    strength, states = decision.strength, selected.judges or (selected.s_K,)
+    candidates = Candidates(
+        run,
+        values_of(selected.s_K) if strength else None,
+        # A short text has one state for each tested part. No state was trained on the part that tests it.
+        [values_of(s_K) for s_K in states] if strength else (),
+        decision.scaled_digest or decision.state_digest,
+    )
+
+    def losses_of(part: Part) -> DocumentLosses:
+        return _losses(run, part.value, candidates.judged(part).__getitem__)
+
+    def loss_of(part: Part) -> float:
+        if run.prepared.stages:
+            return losses_of(part).per_token
+        return mean_loss(*candidates.whole(part), run.prepared.select)
+
+    if remembers(run):
+        decision = replace(decision, parts=choose_parts(run, candidates, loss_of))
+        if decision.part is Part.BASE:
+            return replace(decision, reason=f"{decision.reason}; a memory of the text did not help, either")
+    elif not strength:
         return decision
-    kept = keep_general(run, selected.s_K, exponent)
-    strength = kept.strength
-    decision = replace(
-        decision, strength=strength, fault=kept.fault, general=kept.general, answers=kept.answers
-    )
-    if not strength:
-        return replace(decision, reason=_too_costly(run, kept))
-    if strength < EIGHTHS:
-        decision = replace(decision, scaled_digest=digest_of(scaled(selected.s_K, strength)))
-    # A short text has one state for each tested part. No state was trained on the part that tests it.
-    trained = [scaled(s_K, strength) for s_K in selected.judges or (selected.s_K,)]
-    judges = [values(run.w_base_K, s_K, exponent) for s_K in trained]
-    personal = _losses(run, "personal", judges.__getitem__)
+    chosen = candidates.judged(decision.part)
+    personal, state = losses_of(decision.part), losses_of(Part.STATE) if strength else base
     least = LITTLE_GROUP_TOKENS if run.prepared.stages else GROUP_TOKENS
     where = "on parts of the text, before training on them" if run.prepared.stages else "on held-out text"
     against_base = _compared(base, personal, number, least)
     decision = replace(
         decision,
         loss_personal=finite_or_none(personal.per_token),
+        loss_state=finite_or_none(state.per_token),
         bits_per_byte_personal=finite_or_none(personal.bits_per_byte),
         against_base=_finite(against_base),
+        state_against_base=_finite(_compared(base, state, number, least)),
         adopted=against_base.better,
         reason=f"better than the base {where}",
     )
@@ -246,7 +295,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         return decision
     active = "the pooled model" if decision.pooled else "the active model"
     try:
-        first, second = _losses_beside_active(run, judges, incumbent)
+        first, second = _losses_beside_active(run, decision.part, chosen, incumbent)
     except (InputError, PackageError, OperatorError) as exc:
         # The device can no longer use the active model, so nothing is lost by replacing it.
         return replace(decision, reason=f"better than the base; {active} cannot be opened: {exc}")
@@ -265,7 +314,7 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
 
 
 def _losses_beside_active(
-    run: Run, judges: Sequence[NDArray[np.float32]], incumbent: _Incumbent
+    run: Run, part: Part, judges: Sequence[Model], incumbent: _Incumbent
 ) -> tuple[DocumentLosses, DocumentLosses]:
     """Return the losses of the active model and of the run's model.
 
@@ -274,16 +323,16 @@ def _losses_beside_active(
     """
     documents = run.prepared.test_documents
     if incumbent.model.package == run.package.digest:
-        personal = _losses(run, "personal", judges.__getitem__)
+        personal = _losses(run, part.value, judges.__getitem__)
         # The model is opened once for all parts, and not at all if its losses are already stored.
-        active_K = cache(lambda: incumbent.open().values_K)
-        active = _losses(run, "active", lambda _: active_K())
+        opened = cache(incumbent.open)
+        active = _losses(run, "active", lambda _: (opened().engine, opened().values_K))
         new_D = np.concatenate([part.unlearned(documents, incumbent.learned) for part in _parts(run)])
         return active.of(new_D), personal.of(new_D)
     tokenizer, row_tokens = package_tokenizer(run.package, run.options.learn), run.options.row_tokens
     own = [
-        OpenModel(engine=run.engine, values_K=values_K, tokenizer=tokenizer, row_tokens=row_tokens)
-        for values_K in judges
+        OpenModel(engine=engine, values_K=values_K, tokenizer=tokenizer, row_tokens=row_tokens)
+        for engine, values_K in judges
     ]
     parts = [passages(documents[stage.documents]) for stage in run.prepared.stages] or [passages(documents)]
     whole = [document for part in parts for document in part]
@@ -362,15 +411,15 @@ def _passage_losses(documents: Sequence[Document], model: OpenModel) -> Document
     return DocumentLosses(nats_D, tokens_D, bytes_D)
 
 
-def _losses(run: Run, name: str, values_of: Callable[[int], NDArray[np.float32]]) -> DocumentLosses:
+def _losses(run: Run, name: str, model_of: Callable[[int], Model]) -> DocumentLosses:
     """Return the loss of each piece of the test split.
 
-    `values_of(n)` returns the masked weights' values in the model that part n judges.
+    `model_of(n)` returns the model that part n judges.
     """
 
     def measure() -> DocumentLosses:
         return joined(
-            document_losses(run.engine, values_of(number), part.grouped, part.groups)
+            document_losses(*model_of(number), part.grouped, part.groups)
             for number, part in enumerate(_parts(run))
         )
 

@@ -93,7 +93,10 @@ class _InterruptibleEngine:
         # `info` and `k` compute nothing, so they may still be read.
         if self._stop.is_set() and name not in ("info", "k"):
             raise RunInterrupted("The training was stopped. The same command resumes it.")
-        return getattr(self._engine, name)
+        found = getattr(self._engine, name)
+        if name != "after":
+            return found
+        return lambda *known: _InterruptibleEngine(found(*known), self._stop)
 
 
 def interruptible(engine: "Engine", stop: threading.Event | None) -> "Engine":

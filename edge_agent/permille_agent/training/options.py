@@ -10,8 +10,9 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Self
 
-from permille.choices import EstimatorKind, Method
+from permille.choices import EngineName, EstimatorKind, Method
 from permille.digests import JSON
+from permille.engines.memory import MAX_TOKENS
 from permille.errors import InputError
 from permille.training.strength import KEEP_GENERAL
 from permille.trust.roles import Training
@@ -20,6 +21,7 @@ from permille_agent.training.engines import ANY_ENGINE, AUTO, EXECUTORCH, OpenEn
 from permille_agent.training.progress import SILENT, RunProgress
 
 DEFAULT_MINUTES = 30.0
+DEFAULT_MEMORY = 512
 DEFAULT_ESTIMATOR = EstimatorKind.GRADIENT
 # Directions per step. With these numbers, a step of SPSA, one-sided or split costs about 16 forward passes.
 # A step of `forward` always costs about 3 (`permille.zo.estimators`).
@@ -44,6 +46,7 @@ _RANGES = {
     "row_tokens": (8, 8192),
     "first_layer": (0, 1000),
     "keep_general": (0, 100),
+    "memory": (0, MAX_TOKENS),
 }
 
 
@@ -82,6 +85,7 @@ class TrainOptions:
         rate_scale: factor of the learning rate. Use less than 1 if training diverges.
         first_layer: first decoder layer whose masked weights are trained.
         keep_general: largest allowed rise of the loss on general text, in nats per token.
+        memory: largest number of positions of the memory. 0 makes none.
     """
 
     seed: int = 0
@@ -96,6 +100,7 @@ class TrainOptions:
     rate_scale: float = 1.0
     first_layer: int = 0
     keep_general: float = KEEP_GENERAL
+    memory: int = DEFAULT_MEMORY
 
     def __post_init__(self) -> None:
         """Check the ranges of the options, and which options go together.
@@ -155,8 +160,14 @@ class TrainOptions:
         return self.method is Method.ZEROTH_ORDER
 
     def within(self, positions: int) -> "TrainOptions":
-        """Return these options with rows that fit into the model's `positions`."""
-        return replace(self, row_tokens=min(self.row_tokens, positions))
+        """Return these options with rows and a memory that fit into the model's `positions`.
+
+        A memory takes at most half of the positions, because a conversation needs the others.
+        """
+        row_tokens = min(self.row_tokens, positions)
+        return replace(
+            self, row_tokens=row_tokens, memory=min(self.memory, positions // 2, positions - row_tokens)
+        )
 
     def definition(self) -> JSON:
         """Return the options as JSON for the digest of the run. All options affect the result of a run."""
@@ -213,6 +224,7 @@ def options_for(
     steps: int | None = None,
     minutes: float | None = None,
     first_layer: int | None = None,
+    memory: int | None = None,
     **others: Any,
 ) -> TrainOptions:
     """Return the options of a run. The user's options come first, then the release's, then the defaults.
@@ -221,11 +233,16 @@ def options_for(
         training: options in the installed release, which is signed.
         engine: name of the engine.
         share_log: whether the user shares logs.
+        memory: largest number of positions of the memory. None is the default of the engine.
         others: other fields of `TrainOptions.of`.
 
     Raises:
-        InputError: an option is out of range, or the method has no such estimator.
+        InputError: an option is out of range, the method has no such estimator, or the engine no memory.
     """
+    if memory and engine in (EngineName.TORCH, EXECUTORCH):
+        raise InputError(f"The engine {engine} cannot compute a memory. Leave --memory out, or use light.")
+    if memory is None:
+        memory = 0 if engine in (EngineName.TORCH, EXECUTORCH) else DEFAULT_MEMORY
     # All estimators that a user can name are zeroth order.
     if method is None and estimator is not None:
         method = Method.ZEROTH_ORDER
@@ -238,6 +255,7 @@ def options_for(
         steps=steps,
         minutes=minutes,
         first_layer=(training.first_layer or 0) if first_layer is None else first_layer,
+        memory=memory,
         **others,
     )
 

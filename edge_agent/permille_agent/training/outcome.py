@@ -207,7 +207,8 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
     if facts.prepared is not None:
         counts = {split: number.tokens for split, number in facts.prepared.counts.items()}
     decision, log = facts.decision, facts.log
-    against_base = decision.against_base if decision else None
+    # A server cannot use a memory, so a report has the losses of the state alone.
+    against_base = decision.state_against_base if decision else None
     general = decision.general if decision else None
     device = facts.engine.device.partition(":")[0] if facts.engine else "cpu"
     return RunMetrics(
@@ -228,7 +229,7 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         select_tokens=counts[Split.SELECT],
         test_tokens=counts[Split.TEST],
         loss_base=decision.loss_base if decision else None,
-        loss_personal=decision.loss_personal if decision else None,
+        loss_personal=decision.loss_state if decision else None,
         improvement_low=against_base.low if against_base else None,
         improvement_high=against_base.high if against_base else None,
         learning_rate=log.learning_rate,

@@ -10,6 +10,7 @@ replayed. The result must have the digest in the decision. So a flipped bit is f
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.engines.key_values import KeyValues
 from permille.errors import InputError, PackageError
 from permille.files import write_atomic
 from permille.package.limits import MAX_MANIFEST_BYTES, Role
@@ -19,7 +20,7 @@ from permille.schemas.runs import LogForm
 from permille.training.strength import EIGHTHS, scaled
 from permille.zo.header import LogHeader
 from permille.zo.journal import read_journal
-from permille.zo.lattice import state_digest, values
+from permille.zo.lattice import MAX_STEP_UNIT_EXPONENT, state_digest, values
 from permille.zo.log import encode_canonical
 from permille.zo.packed_state import pooled_state, read_state
 from permille.zo.records import StepRecord, coefficients_of
@@ -31,6 +32,7 @@ from permille_agent.training.adopted import START as FEDERATION_START
 from permille_agent.training.adopted import adopted_round, adopted_state
 from permille_agent.training.decision import Decision
 from permille_agent.training.durable_steps import packed_state
+from permille_agent.training.memory import read_memory
 from permille_agent.training.options import Start, TrainOptions
 from permille_agent.training.run import (
     POOLED_START,
@@ -72,7 +74,7 @@ def pooled_start(package: Package) -> StartState | None:
 
 
 def personal_state(home: Home, run: str, package: Package) -> StartState:
-    """Return the state of a run at the strength that the decision chose.
+    """Return the state of a run at the strength that the decision chose. A memory alone has the base's.
 
     Raises:
         OperatorError: the run is gone.
@@ -80,6 +82,8 @@ def personal_state(home: Home, run: str, package: Package) -> StartState:
     """
     folder = find_run(home, run)
     decision = folder.require("decision", Decision)
+    if not decision.part.has_state:
+        return StartState(s_K=np.zeros(package.k, np.int64), step_unit_exponent=MAX_STEP_UNIT_EXPONENT)
     trained = _trained_state(folder, decision, package)
     if decision.strength == EIGHTHS:
         return trained
@@ -89,6 +93,20 @@ def personal_state(home: Home, run: str, package: Package) -> StartState:
     if digest != decision.scaled_digest:
         raise _other_state(folder)
     return StartState(s_K=s_K, step_unit_exponent=exponent)
+
+
+def personal_memory(home: Home, active: Active, package: Package) -> KeyValues | None:
+    """Return the memory of the active model, or None if it has none.
+
+    Raises:
+        OperatorError: the run is gone.
+        PackageError: the memory is damaged, too large, or belongs to another model.
+    """
+    if active.run is None:
+        return None
+    folder = find_run(home, active.run)
+    decision = folder.require("decision", Decision)
+    return read_memory(folder, package, decision.judged_digest) if decision.part.has_memory else None
 
 
 def _trained_state(folder: RunFolder, decision: Decision, package: Package) -> StartState:

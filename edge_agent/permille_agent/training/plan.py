@@ -34,6 +34,9 @@ EVALUATION_SHARE = 0.2  # part of the training time for evaluations; the fewest 
 JUDGEMENT_SHARE = (0.05, 0.4)  # smallest and largest part of the time for the judgement
 TRIALS = 4  # number of trials of a typical search
 JUDGED = 3  # number of models that the judgement evaluates: the base, the new one, and often the active one
+# The judgement of a run with a memory takes this many times as long: the state is judged alone, too, the
+# memory is read, and four models are evaluated on the select split.
+WITH_MEMORY = 1.5
 TIMED_ROWS = 8  # number of rows that are evaluated to measure the time per token
 # Gradient runs with a time limit make at most this many passes over the text, or `LEAST_STEPS` steps if that
 # is more.
@@ -211,7 +214,7 @@ def _budget(run: Run, epsilon: float) -> Budget:
         60.0 * float(run.options.minutes or 0.0),
         step_s=pace.step_s * _trainings(run),
         evaluation_s=pace.token_s * _tokens(rows),
-        judgement_s=pace.token_s * _tokens(run.prepared.test),
+        judgement_s=pace.token_s * _tokens(run.prepared.test) * (WITH_MEMORY if run.options.memory else 1),
         trials=TRIALS if run.options.has_log else 0,
         most_steps=_most_steps(run),
     )

@@ -14,6 +14,8 @@
     answers-base.json    answers of the base to questions of general knowledge
     kept.json            strength that keeps general knowledge, with the loss and the answers at it
     time.json, stop.json working time, and the step at which the time limit ended the run
+    parts.json           choice among the base, the state, the memory and both
+    memory.kv            memory of the chosen model (permille.engines.memory)
     losses-*.json        losses of each judged model on the test split, by piece of text
     incumbent.json       the model in use with which the state is compared
     decision-number.json number of the decision on this device
@@ -224,6 +226,11 @@ class RunFolder:
     def best_state(self, descent: int) -> Path:
         """Return the file of a gradient descent's best state (FORMAT 11)."""
         return self.path / f"descent-{descent}.state"
+
+    @property
+    def memory(self) -> Path:
+        """Return the file of the run's memory (FORMAT 15)."""
+        return self.path / "memory.kv"
 
     def journal(self, descent: int) -> Path:
         """Return the file of a descent's step log."""

@@ -7,10 +7,10 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from permille.engines.interface import Engine
+from permille.engines.interface import Engine, remembering
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
@@ -51,7 +51,13 @@ from permille_agent.training.outcome import (
     result_of,
     run_outcome,
 )
-from permille_agent.training.personal import find_start, model_values, start_state, store_state
+from permille_agent.training.personal import (
+    find_start,
+    model_values,
+    personal_memory,
+    start_state,
+    store_state,
+)
 from permille_agent.training.plan import Plan, make_plan
 from permille_agent.training.run import (
     AgreedTo,
@@ -157,6 +163,10 @@ class _Task:
         folder = RunFolder(self.home.runs / self._definition(prepared.digest, start).name())
         if folder.path.exists():
             return self._train(prepared, data_paths, start)
+        if self.options.memory and (self.context.share_log or self.context.share_state):
+            # No server can judge a model with a memory, because the memory never leaves the device.
+            self.context.progress.phase("no memory: this run shares its log or state")
+            return replace(self, options=replace(self.options, memory=0)).train(prepared, data_paths)
         if prepared.stages and self._active_knows(prepared):
             return self.refuse(prepared.groups, KNOWN_TEXT)
         try:
@@ -311,10 +321,13 @@ class _Task:
             engine_of = self.context.engine_of
             engine_of = engine_of.for_any_package() if isinstance(engine_of, EngineChoice) else engine_of
             engine = engine_of(package)
+        tokenizer = package_tokenizer(package, self.options.learn)
+        if (memory := personal_memory(self.home, active, package)) is not None:
+            engine = remembering(engine).after(memory, tokenizer.begins)
         return OpenModel(
             engine=engine,
             values_K=model_values(self.home, active, package),
-            tokenizer=package_tokenizer(package, self.options.learn),
+            tokenizer=tokenizer,
             row_tokens=self.options.within(_positions(package)).row_tokens,
         )
 

@@ -12,7 +12,9 @@ differently, the `Modelfile` gets no `TEMPLATE`, but a comment that says so. Oll
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from permille.files import write_atomic
 from permille.models.gguf.vocabulary import PromptRules
 from permille.sandbox.process import Sandbox, SandboxError
 from permille.tokenizer_files import ends_of_turn
@@ -114,6 +116,15 @@ def modelfile(file: str, rules: PromptRules | None, positions: int) -> str:
         lines += [f'PARAMETER stop "{stop}"\n' for stop in _stops(rules)]
     lines.append(f"PARAMETER num_ctx {min(positions, _MAX_CONTEXT)}\n")
     return "".join(lines)
+
+
+def add_system(path: Path, text: str) -> None:
+    """Add a system message to a `Modelfile`, which only the user can read from then on.
+
+    Ollama ends a text at three quotation marks, so one mark replaces them.
+    """
+    quoted = text.replace('"""', '"').rstrip('"')
+    write_atomic(path, f'{path.read_text()}SYSTEM """{quoted}"""\n'.encode(), mode=0o600)
 
 
 def chat_parts(template: str, variables: Mapping[str, str]) -> ChatParts | None:

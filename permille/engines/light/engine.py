@@ -20,7 +20,7 @@ all joined sequences, H hidden size, R target tokens.
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -109,9 +109,10 @@ class LightEngine:
         self._reverse = ReversePass(self._exact, self._model, self._workspace)
         self._lower_states = LowerLayerStates(kept_bytes)
         self._layer_passes = 0
-        # The text that rows and prompts follow, and the limits beyond it. `after` sets both.
+        # What rows and prompts follow, the limits beyond it, and tokens that replace BOS. `after` sets them.
         self._after: KeyValues | None = None
         self._limits = self._model.limits
+        self._bos, self._joint = (np.empty(0, np.int64) for _ in range(2))
 
     @property
     def k(self) -> int:
@@ -137,7 +138,7 @@ class LightEngine:
     def losses(self, values_VK: Array, batch: Batch) -> Array:
         """Return the mean loss over the batch's targets for each variant, float32 [V]."""
         check_values(values_VK, self._limits)
-        token_losses_VR = self._token_losses(values_VK, check_batch(batch, self._limits, soft=True))
+        token_losses_VR = self._token_losses(values_VK, self._checked(batch))
         # NaN and infinite losses are valid results, so numpy must not warn of them.
         with np.errstate(invalid="ignore", over="ignore"):
             losses_V: Array = token_losses_VR.mean(axis=1, dtype=np.float64).astype(np.float32)
@@ -146,7 +147,7 @@ class LightEngine:
     def token_losses(self, values_K: Array, batch: Batch) -> Array:
         """Return the loss of each target token, float32 [targets], in row-major order of the batch."""
         check_values(values_K[None], self._limits)
-        losses_R: Array = self._token_losses(values_K[None], check_batch(batch, self._limits, soft=True))[0]
+        losses_R: Array = self._token_losses(values_K[None], self._checked(batch))[0]
         return losses_R
 
     def top_tokens(self, values_K: Array, batch: Batch, number: int) -> SoftTargets:
@@ -158,7 +159,7 @@ class LightEngine:
             number: how many tokens to return for each target.
         """
         check_values(values_K[None], self._limits)
-        batch = check_batch(batch, self._limits, soft=True)
+        batch = self._checked(batch)
         found = []
         with self._lock, np.errstate(all="ignore"):
             for joined in join_sequences(batch, min(self._max_tokens, _FEW_TOKENS), self._first):
@@ -178,7 +179,7 @@ class LightEngine:
             raise InputError("The engine computes no gradients of rows that follow stored keys and values.")
         check_values(values_K[None], self._limits)
         values_K = np.ascontiguousarray(values_K)
-        batch = check_batch(batch, self._limits, soft=True)
+        batch = self._checked(batch)
         targets, tokens = int(batch.target_BT.sum()), int(batch.attention_BT.sum())
         loss_sum, gradient_K = 0.0, np.zeros(self.k, np.float32)
         with self._lock, np.errstate(all="ignore"):
@@ -212,7 +213,7 @@ class LightEngine:
             with self._lock:
                 return run.next_logits(ids)
 
-        ids = generate_tokens(next_logits, prompt_ids.copy(), sampling, room)
+        ids = generate_tokens(next_logits, self._joined(prompt_ids[None])[0], sampling, room)
         return ids if keep is None else _kept(ids, run, keep)
 
     def read(self, values_K: Array, ids: NDArray[np.int64]) -> KeyValues:
@@ -221,22 +222,35 @@ class LightEngine:
         check_prompt(ids, self._limits)
         run = TextPass(self._exact, self._model, values_K, len(ids), self._after)
         with self._lock:
-            run.next_logits(ids)
+            run.next_logits(self._joined(ids[None])[0])
         return run.key_values()
 
-    def after(self, known: KeyValues) -> "LightEngine":
+    def after(self, known: KeyValues, bos: Sequence[int] = ()) -> "LightEngine":
         """Return an engine for texts that begin with the tokens of `known`."""
-        model, shape = self._model, self._model.architecture
+        model, shape, place = self._model, self._model.architecture, len(known) - len(bos)
         check_key_values(known, model.limits, (len(model.layers), shape.kv_heads, shape.head))
         # The new engine shares everything but the beginning: weights, work memory and the lock.
         engine = copy.copy(self)
-        engine._after, engine._limits = known, model.limits.after(len(known))
+        engine._after, engine._limits = known.first(place), model.limits.after(place)
+        engine._bos, engine._joint = np.array(bos, np.int64), known.id_S[place:]
         return engine
 
     @property
     def _first(self) -> int:
         """Return the position of the first token of a row."""
         return 0 if self._after is None else len(self._after)
+
+    def _checked(self, batch: Batch) -> Batch:
+        batch = check_batch(batch, self._limits, soft=True)
+        return replace(batch, input_ids_BT=self._joined(batch.input_ids_BT))
+
+    def _joined(self, ids_BT: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return a copy of rows, in which the end of `after`'s tokens replaces BOS."""
+        ids_BT, bos = ids_BT.copy(), len(self._bos)
+        # A shorter row cannot begin with BOS.
+        if ids_BT.shape[1] >= bos:
+            ids_BT[(ids_BT[:, :bos] == self._bos).all(axis=1), :bos] = self._joint
+        return ids_BT
 
     def _token_losses(self, values_VK: Array, batch: Batch) -> Array:
         """Return the losses [V, R] of a checked batch, computed in parts of at most `max_tokens`."""

@@ -67,6 +67,29 @@ def test_losses_and_text_are_those_of_the_whole_text(family: str, tmp_path: Path
     assert list(later.generate(values_VK[1], PROMPT, _greedy(12))) == written
 
 
+def test_the_end_of_the_beginning_takes_the_place_of_bos(tmp_path: Path) -> None:
+    """Rows and prompts keep their form, and BOS stands at position 0 alone."""
+    tiny, batch = tiny_package(tmp_path, "gemma"), tiny_batch()
+    values_K, engine = variants(tiny.package, 2)[1], LightEngine(tiny.package)
+    bos = (2, 11)
+    batch.input_ids_BT[:2, :2] = bos
+    batch.target_BT[:, 1] = False
+    whole = replace(batch, input_ids_BT=batch.input_ids_BT.copy())
+    whole.input_ids_BT[:2, :2] = BEGINNING[-2:]
+    known = engine.read(values_K, BEGINNING)
+    expected = engine.after(known.first(7)).token_losses(values_K, whole)
+    got = engine.after(known, bos).token_losses(values_K, batch)
+    np.testing.assert_array_equal(got, expected)
+    text = np.concatenate([BEGINNING, PROMPT])
+    prompt = np.concatenate([bos, PROMPT])
+    later, kept = engine.after(known, bos), list[KeyValues]()
+    assert list(later.generate(values_K, prompt, _greedy(9), kept.append)) == list(
+        engine.generate(values_K, text, _greedy(9))
+    )
+    np.testing.assert_array_equal(kept[0].id_S[: len(text)], text)
+    np.testing.assert_array_equal(later.read(values_K, prompt).id_S, text)
+
+
 def test_it_works_in_parts_with_several_variants_and_8_bit_inputs(tmp_path: Path) -> None:
     tiny, batch = tiny_package(tmp_path, "gemma2", Scheme.INT4), tiny_batch()
     values_VK = variants(tiny.package, 3)

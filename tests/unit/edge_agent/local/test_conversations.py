@@ -189,3 +189,21 @@ def test_an_engine_without_stored_beginnings_reads_everything(tmp_path: Path) ->
         written = list(conversations.generate("base", values_K, _ids(FIRST), GREEDY))
     assert written == list(engine.generate(values_K, _ids(FIRST), GREEDY))
     assert not conversations._texts
+
+
+def test_a_model_with_a_memory_reads_only_what_follows_it(tmp_path: Path, read: list[int]) -> None:
+    package = tiny_package(tmp_path, "gemma2").package
+    values_K = variants(package, 1)[0]
+    engine = LightEngine(package)
+    memory = engine.read(values_K, _ids(FIRST))
+    # A limit of 0 keeps no conversation, but the memory stays.
+    conversations = Conversations(engine, {"personal": memory}, most_bytes=0)
+    read.clear()
+    for _ in range(2):
+        written = list(conversations.generate("personal", values_K, _ids(FIRST, [5, 9, 2]), GREEDY))
+        assert written == list(engine.generate(values_K, _ids(FIRST, [5, 9, 2]), GREEDY))
+    list(conversations.generate("base", values_K, _ids(FIRST), GREEDY))
+    list(conversations.generate("personal", values_K, _ids(FIRST), GREEDY))
+    # The engine itself reads whole texts, and so does a model without a memory. If nothing follows a memory,
+    # one token is read again, which is not counted here.
+    assert read == [3, 14, 3, 14, 11]

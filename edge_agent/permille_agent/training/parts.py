@@ -1,0 +1,173 @@
+"""Choice of the parts of a personal model: the state, the memory, or both.
+
+- The select split chooses the model with the lowest loss. If the base has it, no model is judged.
+- A short text has no select split. There, the rule is fixed: both if there is a state, else the memory. On
+  every text and size that was measured, both had the lowest loss (`docs/results/real-model.md`).
+- With the memory on, the base's right answers to general questions must stay right. If they do not, the
+  choice is made again without the memory. The bound on the loss on general text holds for the state alone,
+  because a request can leave the memory off. The loss with the memory on is shown.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from permille.engines.interface import Engine
+from permille_agent.text.tokens import TokenizedDocument, package_tokenizer
+from permille_agent.training.answers import BaseAnswers, base_answers, compare_answers
+from permille_agent.training.evaluation import GeneralLoss
+from permille_agent.training.memory import Part, following, make_memory, memory_tokens, store_memory
+from permille_agent.training.run import Run, finite_or_none
+
+Model = tuple[Engine, NDArray[np.float32]]
+"""An engine, perhaps one that follows a memory, and the values of the masked weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Contents of `parts.json`: the chosen parts of a model, and what was measured for the choice.
+
+    Attributes:
+        tokens: positions of the memory.
+        losses: losses on the select split, or on the tested parts of a short text, in nats per token. None
+            replaces a loss that is not finite.
+        fault: what the memory would do to an answer, such as `lose the answer to "What ...?"`. "" if none.
+        general: loss on general text with the memory on. None if the chosen model has no memory, or the
+            package has no reference text.
+    """
+
+    chosen: Part
+    tokens: int
+    losses: Mapping[Part, float | None]
+    fault: str = ""
+    general: float | None = None
+
+    def words(self, off: GeneralLoss | None = None) -> str:
+        """Describe the choice and what it was made from, in nats per token.
+
+        Args:
+            off: losses on general text with the memory off.
+        """
+        shown = ", ".join(
+            f"{part.value} {'not finite' if loss is None else format(loss, '.4f')}"
+            for part, loss in self.losses.items()
+        )
+        names = {Part.BASE: "nothing", Part.BOTH: "state and memory"}
+        words = f"{names.get(self.chosen, self.chosen.value)} chosen by the losses: {shown}"
+        if self.fault:
+            words += f"; a memory would {self.fault}"
+        if self.chosen.has_memory:
+            words += f"; the memory has {self.tokens} positions"
+        if self.general is not None and off is not None and off.loss is not None:
+            words += f"; general loss with it {self.general:.4f} ({self.general - off.loss:+.4f})"
+        return words
+
+
+class Candidates:
+    """The models among which a run chooses: `parts`, the richest last. Memories have `tokens` positions."""
+
+    def __init__(
+        self,
+        run: Run,
+        values_K: NDArray[np.float32] | None,
+        judges: Sequence[NDArray[np.float32]],
+        digest: str,
+    ) -> None:
+        """Make no model yet.
+
+        Args:
+            run: the run.
+            values_K: values of the masked weights with the trained state. None without a state.
+            judges: values that each part of the test text judges. Empty without a state.
+            digest: digest of the trained state.
+        """
+        self._run = run
+        self._values_K = run.w_base_K if values_K is None else values_K
+        self._judges = judges or [run.w_base_K] * max(1, len(run.prepared.stages))
+        self._digest = digest
+        self._memories: dict[tuple[Part, int], bytes] = {}
+        self.parts = (Part.MEMORY,) if values_K is None else (Part.STATE, Part.MEMORY, Part.BOTH)
+        self.tokens = len(memory_tokens(run.prepared.read, run.prepared.separator, run.options.memory))
+
+    def judged(self, part: Part) -> list[Model]:
+        """Return the models that the parts of the test text judge. A long text has only one part."""
+        reads = [stage.read for stage in self._run.prepared.stages] or [self._run.prepared.read]
+        return [self._model(part, values_K, read) for values_K, read in zip(self._judges, reads, strict=True)]
+
+    def whole(self, part: Part) -> Model:
+        """Return the model of the whole training text, which is used if it is adopted."""
+        return self._model(part, self._values_K, self._run.prepared.read)
+
+    def memory(self, part: Part) -> bytes:
+        """Return the memory of the model `whole(part)`."""
+        return self._memory(part, self._values_K, self._run.prepared.read)
+
+    def _model(self, part: Part, values_K: NDArray[np.float32], read: tuple[TokenizedDocument, ...]) -> Model:
+        engine, values_K = self._run.engine, values_K if part.has_state else self._run.w_base_K
+        if part.has_memory:
+            memory = self._memory(part, values_K, read)
+            engine = following(engine, self._run.package, self._state(part), memory, read[0].bos)
+        return engine, values_K
+
+    def _memory(
+        self, part: Part, values_K: NDArray[np.float32], read: tuple[TokenizedDocument, ...]
+    ) -> bytes:
+        values_K = values_K if part.has_state else self._run.w_base_K
+        if (part, id(read)) not in self._memories:
+            self._run.progress.phase("reading the text into a memory")
+            # The digest of a state that only judges a part of a short text is never compared.
+            self._memories[part, id(read)] = make_memory(self._run, values_K, self._state(part), read)
+        return self._memories[part, id(read)]
+
+    def _state(self, part: Part) -> str | None:
+        return self._digest if part.has_state else None
+
+
+def choose_parts(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) -> Parts:
+    """Choose the parts of the model durably, and store its memory.
+
+    Args:
+        run: the run.
+        candidates: the models.
+        loss_of: measures the loss of a model, on the select split or on the tested parts of a short text.
+    """
+    return run.folder.once("parts", Parts, lambda: _choose(run, candidates, loss_of))
+
+
+def _choose(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) -> Parts:
+    found = {part: loss_of(part) for part in (Part.BASE, *candidates.parts)}
+    # The last candidate is the richest one. The rule of a short text takes it.
+    order = list(reversed(candidates.parts))
+    if not run.prepared.stages:
+        order = sorted(found, key=lambda part: found[part] if math.isfinite(found[part]) else math.inf)
+    chosen, fault, general = order[0], "", None
+    if chosen.has_memory:
+        fault = _fault(run, candidates.whole(chosen))
+        if fault:
+            chosen = next((part for part in order if not part.has_memory), Part.BASE)
+    if chosen.has_memory:
+        if run.reference is not None:
+            general = finite_or_none(run.reference.loss(*candidates.whole(chosen)))
+        # Store the memory before the choice, so that no choice refers to a missing file.
+        store_memory(run.folder, candidates.memory(chosen))
+    return Parts(
+        chosen=chosen,
+        tokens=candidates.tokens,
+        losses={part: finite_or_none(loss) for part, loss in found.items()},
+        fault=fault,
+        general=general,
+    )
+
+
+def _fault(run: Run, model: Model) -> str:
+    """Return what a model does to an answer of the base, or "" if it keeps all of them."""
+    run.progress.phase("asking general questions, with the memory")
+    with closing(package_tokenizer(run.package)) as tokenizer:
+        base = run.folder.once(
+            "answers-base", BaseAnswers, lambda: base_answers(run.engine, run.w_base_K, tokenizer)
+        )
+        return compare_answers(*model, tokenizer, base)[1]

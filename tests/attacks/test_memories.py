@@ -1,0 +1,178 @@
+"""Malformed memories, at least one for each code of FORMAT 15, and memories that would leave the device.
+
+The bytes are made here from the text of FORMAT. If the error is elsewhere, the digest is correct.
+"""
+
+import json
+import stat
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from permille.engines.light.engine import LightEngine
+from permille.engines.memory import decode_memory, encode_memory, largest_memory
+from permille.errors import PackageError
+from permille.package.reader import Package
+from permille.schemas.runs import LogForm
+from permille_agent.link.forget import forget_memories
+from permille_agent.link.report import collect_reports
+from permille_agent.local.model import LocalModel
+from permille_agent.local.show import show_run
+from permille_agent.personalizer import Personalizer
+from permille_agent.training.decision import Decision
+from permille_agent.training.outcome import RunOutcome
+from permille_agent.training.personal import shareable
+from permille_agent.training.run import RunFolder
+from tests.attacks.test_states import sealed
+from tests.bigram_engine import RememberingBigramEngine
+from tests.unit.edge_agent.runs import Device, device_at, user_text
+from tests.unit.engines.tiny import tiny_package
+from tests.unit.zo.logs import flipped
+
+pytestmark = pytest.mark.attack(29, "malformed memories, and memories that would leave the device")
+
+LAYERS, HEADS, HEAD, TOKENS = 2, 2, 8, 3
+STATE = "sha256:" + "b" * 64
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return tiny_package(tmp_path_factory.mktemp("blobs"), "llama").package
+
+
+def header(package: Package, **changes: Any) -> bytes:
+    fields = {"format": "permille-memory", "version": 1, "package_digest": package.digest}
+    fields |= {"state_digest": STATE, "tokens": TOKENS}
+    return json.dumps(fields | changes, sort_keys=True, separators=(",", ":")).encode()
+
+
+def body(scale: float = 0.5, code: int = -2, token: int = 95) -> bytes:
+    scales = struct.pack("<f", scale) * (TOKENS * HEADS)
+    codes = struct.pack("<b", code) * (TOKENS * HEADS * HEAD)
+    return struct.pack("<I", token) * TOKENS + (scales + codes) * (2 * LAYERS)
+
+
+def memory(head: bytes, rest: bytes | None = None, magic: bytes = b"PMLMEM1\n") -> bytes:
+    """Return a file of FORMAT 15.2 with these parts."""
+    return sealed(magic + struct.pack("<I", len(head)) + head + (body() if rest is None else rest))
+
+
+def test_an_honest_memory_is_read_and_written(package: Package) -> None:
+    found = decode_memory(package, STATE, memory(header(package)))
+    assert found.id_S.tolist() == [95] * TOKENS
+    assert [array.shape for pair in found.layers for array in pair] == [(TOKENS, HEADS, HEAD)] * 4
+    assert all((array == -1).all() for pair in found.layers for array in pair)
+    again = encode_memory(package, STATE, found)
+    assert len(again) == len(memory(header(package)))
+    np.testing.assert_allclose(decode_memory(package, STATE, again).layers[0][0], -1, rtol=1e-6)
+
+
+def test_a_memory_of_the_base_is_none_of_a_state(package: Package) -> None:
+    engine = LightEngine(package)
+    data = encode_memory(package, None, engine.read(package.values(), np.array([1, 2, 3])))
+    assert decode_memory(package, None, data).id_S.tolist() == [1, 2, 3]
+    with pytest.raises(PackageError, match=r"^memory-binding:"):
+        decode_memory(package, STATE, data)
+
+
+OTHER = "sha256:" + "c" * 64
+NAMED: list[tuple[str, str, Callable[[Package], bytes]]] = [
+    ("memory-limit", "more_bytes_than_any_memory", lambda p: bytes(largest_memory(p) + 1)),
+    ("memory-corrupt", "no_bytes", lambda _: b""),
+    ("memory-corrupt", "a_digest_alone", lambda _: sealed(b"")),
+    ("memory-corrupt", "one_flipped_bit", lambda p: flipped(memory(header(p)), 300)),
+    ("memory-corrupt", "cut", lambda p: memory(header(p))[:-1]),
+    ("memory-header", "another_magic", lambda p: memory(header(p), magic=b"PMLMEM2\n")),
+    ("memory-header", "header_of_four_gigabytes", lambda p: sealed(b"PMLMEM1\n" + b"\xff" * 4 + header(p))),
+    ("memory-header", "header_is_no_json", lambda _: memory(b"{")),
+    ("memory-header", "header_is_a_list", lambda _: memory(b"[]")),
+    ("memory-header", "header_with_spaces", lambda p: memory(header(p).replace(b":3", b": 3"))),
+    ("memory-header", "header_of_another_version", lambda p: memory(header(p, version=2))),
+    ("memory-header", "header_of_another_format", lambda p: memory(header(p, format="permille-state"))),
+    ("memory-header", "no_tokens", lambda p: memory(header(p, tokens=0))),
+    ("memory-header", "true_tokens", lambda p: memory(header(p, tokens=True))),
+    ("memory-header", "more_tokens_than_8192", lambda p: memory(header(p, tokens=8193))),
+    ("memory-binding", "header_with_an_unknown_key", lambda p: memory(header(p, name="Ada"))),
+    ("memory-binding", "memory_of_another_package", lambda p: memory(header(p, package_digest=OTHER))),
+    ("memory-binding", "memory_of_another_state", lambda p: memory(header(p, state_digest=OTHER))),
+    ("memory-binding", "memory_of_the_base", lambda p: memory(header(p, state_digest=None))),
+    ("memory-content", "fewer_tokens_than_named", lambda p: memory(header(p, tokens=4))),
+    ("memory-content", "bytes_behind_the_last_layer", lambda p: memory(header(p), body() + b"\0")),
+    ("memory-content", "a_scale_that_is_no_number", lambda p: memory(header(p), body(scale=float("nan")))),
+    ("memory-content", "a_scale_below_zero", lambda p: memory(header(p), body(scale=-1.0))),
+    ("memory-content", "an_infinite_scale", lambda p: memory(header(p), body(scale=float("inf")))),
+    ("memory-content", "a_code_of_minus_128", lambda p: memory(header(p), body(code=-128))),
+    ("memory-content", "a_token_beyond_the_vocabulary", lambda p: memory(header(p), body(token=96))),
+]
+ATTACKS = [(code, data) for code, _, data in NAMED]
+
+
+@pytest.mark.parametrize(("code", "data"), ATTACKS, ids=[name for _, name, _ in NAMED])
+def test_malformed_memories_are_refused(
+    package: Package, code: str, data: Callable[[Package], bytes]
+) -> None:
+    with pytest.raises(PackageError, match=f"^{code}:"):
+        decode_memory(package, STATE, data(package))
+
+
+def _trained(tmp_path: Path, **changes: Any) -> tuple[Device, RunFolder]:
+    device = device_at(tmp_path / "home", user_text(tmp_path))
+    result = device.train(engine_of=RememberingBigramEngine, steps=2, **changes)
+    assert result.decision is not None
+    assert result.decision.part.has_memory
+    return device, RunFolder(device.home.runs / result.run)
+
+
+def test_no_file_of_a_memory_can_be_read_by_others(tmp_path: Path) -> None:
+    device, folder = _trained(tmp_path)
+    show_run(device.home, None, RememberingBigramEngine)
+    Personalizer.load(device.home.root, threads=1).save(tmp_path / "saved")
+    for root in (device.home.root, tmp_path / "saved"):
+        assert stat.S_IMODE(root.stat().st_mode) == 0o700
+        (memory,) = root.rglob("*.kv")
+        assert {stat.S_IMODE(path.stat().st_mode) for path in memory.parent.iterdir()} == {0o600}
+    assert folder.memory.exists()
+
+
+def test_a_report_has_nothing_of_a_memory(tmp_path: Path) -> None:
+    """A report has the same fields as without a memory, and the losses of the state alone."""
+    device, folder = _trained(tmp_path)
+    collect_reports(device.home)
+    sent = b"".join(path.read_bytes() for path in device.home.reports.iterdir())
+    assert b"parts" not in sent
+    decision = folder.require("decision", Decision)
+    assert str(decision.loss_personal).encode() not in sent
+    outcome = folder.require("outcome", RunOutcome).metrics
+    assert outcome.loss_personal == decision.loss_state
+    assert "memory" not in outcome.model_dump_json()
+
+
+@pytest.mark.parametrize("form", [LogForm.LOG, LogForm.STATE])
+def test_a_shared_run_has_nothing_of_a_memory(tmp_path: Path, form: LogForm) -> None:
+    _, folder = _trained(tmp_path)
+    data = shareable(folder, form)
+    memory = folder.memory.read_bytes()
+    assert b"PMLMEM" not in data
+    # No stretch of the memory, beyond the digests that both files have, is in what is shared.
+    first = len(b"PMLMEM1\n") + 1024
+    assert not any(memory[place : place + 16] in data for place in range(first, len(memory) - 16, 1024))
+
+
+def test_removed_text_leaves_no_memory(tmp_path: Path) -> None:
+    device, folder = _trained(tmp_path)
+    show_run(device.home, None, RememberingBigramEngine)
+    assert forget_memories(device.home, [tmp_path / "other"]) == 0
+    assert folder.memory.exists()
+    assert forget_memories(device.home, [device.text.parent]) == 1
+    left = {path.name for path in folder.path.iterdir()}
+    assert not left & {"memory.kv", "samples.json", "show.html"}
+    # The state stays in use, and the page can be written again.
+    with LocalModel(device.home, RememberingBigramEngine) as model:
+        assert model.memory is None
+        assert model.memory_text() == ""
+        assert (model.values(model.variants[0]) == device.used_values()).all()
+    assert "memory was erased" in show_run(device.home, None, RememberingBigramEngine).read_text()

@@ -1,0 +1,240 @@
+"""Runs that make a memory: the choice of its parts, its file, and its life beside the state."""
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from permille.errors import InputError, PackageError
+from permille.schemas.runs import Outcome
+from permille.training.strength import Strength
+from permille.trust.roles import Training
+from permille_agent.link.forget import forget
+from permille_agent.local.compare import compare
+from permille_agent.local.model import LocalModel, Sampling, Variant
+from permille_agent.state.models import reset, rollback
+from permille_agent.text.tokens import TokenizedDocument
+from permille_agent.training import evaluation
+from permille_agent.training import parts as chosen_parts
+from permille_agent.training.decision import Decision
+from permille_agent.training.memory import Part, memory_tokens
+from permille_agent.training.options import TrainOptions, options_for
+from permille_agent.training.outcome import RunResult
+from permille_agent.training.personal import personal_memory
+from permille_agent.training.run import BegunRun, RunFolder
+from tests.bigram_engine import RememberingBigramEngine
+from tests.packages import sentences
+from tests.unit.edge_agent.runs import Device, Killed, device_at, user_text
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Device:
+    return device_at(tmp_path / "home", user_text(tmp_path))
+
+
+def train(device: Device, **changes: Any) -> RunResult:
+    return device.train(**{"engine_of": RememberingBigramEngine, "steps": 2, **changes})
+
+
+def folder_of(device: Device, result: RunResult) -> RunFolder:
+    return RunFolder(device.home.runs / result.run)
+
+
+def decision_of(result: RunResult) -> Decision:
+    assert result.decision is not None
+    return result.decision
+
+
+def document(ids: list[int], bos: tuple[int, ...] = ()) -> TokenizedDocument:
+    numbers = np.array(ids, np.int64)
+    return TokenizedDocument(numbers, np.ones(len(ids), np.bool_), np.ones(len(ids), np.int64), bos)
+
+
+def test_a_memory_is_bos_and_the_text_or_pieces_of_all_of_it() -> None:
+    text = [document([5, 6, 7], (2,)), document([8, 9], (2,))]
+    assert memory_tokens(text, (1,), 100).tolist() == [2, 5, 6, 7, 1, 8, 9]
+    long = [document(list(range(5, 1000)))]
+    found = memory_tokens(long, (0, 1), 256).tolist()
+    assert found == [*range(5, 131), 0, 1, *range(874, 1000)]
+    assert memory_tokens([document(list(range(20, 300)), (2,))], (1,), 10).tolist() == [2, *range(20, 28)]
+
+
+def test_the_best_of_state_memory_and_both_is_judged_and_used(device: Device) -> None:
+    result = train(device)
+    decision, folder = decision_of(result), folder_of(device, result)
+    assert result.outcome is Outcome.ADOPTED
+    parts = decision.parts
+    assert parts is not None
+    losses = {part: loss for part, loss in parts.losses.items() if loss is not None}
+    assert set(losses) == set(Part)
+    assert losses[parts.chosen] == min(losses.values())
+    assert parts.chosen.has_memory
+    assert stat.S_IMODE(folder.memory.stat().st_mode) == 0o600
+    # A report has the loss of the state alone.
+    assert decision.loss_personal is not None and decision.loss_state is not None
+    assert decision.loss_personal < decision.loss_state
+    assert result.metrics is not None
+    assert result.metrics.loss_personal == decision.loss_state
+    assert result.metrics.improvement_low != decision.against_base.low  # type: ignore[union-attr]
+    known = personal_memory(device.home, device.active(), device.package)
+    assert known is not None
+    assert len(known) == parts.tokens
+    with LocalModel(device.home, RememberingBigramEngine) as model:
+        assert model.variants == (Variant.PERSONAL, Variant.PERSONAL_WITHOUT_MEMORY, Variant.BASE)
+        with_memory, without = (
+            "".join(model.complete("On day 3", variant, Sampling(temperature=0.0))[1])
+            for variant in model.variants[:2]
+        )
+        assert with_memory != without
+        side = compare(device.home, model, data_paths=[], prompts=["On"], sampling=Sampling())
+        assert side.losses.parts == parts
+    with LocalModel(device.home, RememberingBigramEngine, memory=False) as model:
+        assert model.variants == (Variant.PERSONAL, Variant.BASE)
+        assert "".join(model.complete("On day 3", Variant.PERSONAL, Sampling(temperature=0.0))[1]) == without
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1],
+        lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:],
+        lambda data: data + bytes(1 << 24),
+        lambda _: b"",
+    ],
+    ids=["cut", "flipped", "too large", "empty"],
+)
+def test_a_damaged_memory_is_named_and_the_state_still_works(
+    device: Device, damage: Callable[[bytes], bytes]
+) -> None:
+    memory = folder_of(device, train(device)).memory
+    memory.write_bytes(damage(memory.read_bytes()))
+    with pytest.raises(PackageError, match="--no-memory leaves it off: the state still works"):
+        LocalModel(device.home, RememberingBigramEngine)
+    with LocalModel(device.home, RememberingBigramEngine, memory=False) as model:
+        assert (model.values(Variant.PERSONAL) == device.used_values()).all()
+
+
+def test_an_engine_without_memories_is_refused_and_not_used_without_one(device: Device) -> None:
+    train(device)
+    from tests.bigram_engine import bigram_engine
+
+    with pytest.raises(InputError, match="cannot begin a text with stored keys and values"):
+        LocalModel(device.home, bigram_engine)
+    with LocalModel(device.home, bigram_engine, memory=False) as model:
+        assert model.variants == (Variant.PERSONAL, Variant.BASE)
+
+
+def test_state_and_memory_go_and_come_back_together(device: Device) -> None:
+    folder = folder_of(device, train(device))
+    reset(device.home)
+    assert personal_memory(device.home, device.active(), device.package) is None
+    rollback(device.home)
+    assert personal_memory(device.home, device.active(), device.package) is not None
+    forget(device.home)
+    assert not folder.memory.exists()
+
+
+@pytest.mark.parametrize("place", ["store_memory", "make_memory"])
+def test_a_killed_run_makes_the_same_memory(
+    device: Device, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = device_at(tmp_path / "whole", device.text)
+    expected = train(whole)
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chosen_parts, place, killed)
+        with pytest.raises(Killed):
+            train(device)
+    result = train(device)
+    assert decision_of(result).parts == decision_of(expected).parts
+    assert folder_of(device, result).memory.read_bytes() == folder_of(whole, expected).memory.read_bytes()
+
+
+def test_the_model_in_use_is_compared_with_its_memory(device: Device, tmp_path: Path) -> None:
+    first = train(device)
+    assert decision_of(first).part.has_memory
+    (tmp_path / "more").mkdir()
+    more = user_text(tmp_path / "more", 200, seed=9)
+    second = device.train(more, engine_of=RememberingBigramEngine, steps=40, memory=0)
+    # Without a memory, the new state is worse than the model in use, which has one.
+    assert second.outcome is Outcome.KEPT_BASE
+    assert "not surely better than the active model" in second.message
+    assert decision_of(second).parts is None
+
+
+@pytest.mark.parametrize("shared", ["share_log", "share_state"])
+def test_runs_that_share_make_no_memory_and_find_an_earlier_one(device: Device, shared: str) -> None:
+    result = train(device, **{shared: True})
+    assert decision_of(result).parts is None
+    folder = folder_of(device, result)
+    assert not folder.memory.exists()
+    assert folder.require("run", BegunRun).definition.options.memory == 0
+    with_memory = train(device, steps=3)
+    again = train(device, steps=3, **{shared: True})
+    assert again.known
+    assert again.run == with_memory.run
+
+
+def test_no_memory_is_made_without_positions_or_by_other_engines(device: Device) -> None:
+    assert decision_of(train(device, memory=0)).parts is None
+    result = device.train(steps=2)
+    assert decision_of(result).parts is None
+    assert not folder_of(device, result).memory.exists()
+
+
+def test_a_short_text_is_judged_with_memories_of_its_earlier_parts(device: Device, tmp_path: Path) -> None:
+    device.text.write_text("\n\n".join(sentences(90, seed=3)))
+    result = train(device, estimator=TrainOptions(steps=1).estimator, queries=0, batch_rows=4)
+    parts = decision_of(result).parts
+    assert parts is not None
+    assert parts.chosen is Part.BOTH
+    assert set(parts.losses) == set(Part)
+    known = personal_memory(device.home, device.active(), device.package)
+    if result.outcome is Outcome.ADOPTED:
+        assert known is not None
+
+
+def test_a_memory_may_be_all_of_a_model(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state costs too much general knowledge, and the memory alone is adopted."""
+    monkeypatch.setattr(evaluation, "choose_strength", lambda *_: Strength(eighths=0, rise=1.0, fault=""))
+    result = train(device)
+    decision = decision_of(result)
+    assert result.outcome is Outcome.ADOPTED
+    assert decision.part is Part.MEMORY
+    assert decision.loss_state == decision.loss_base
+    assert (device.used_values() == device.package.values()).all()
+    assert personal_memory(device.home, device.active(), device.package) is not None
+    # The next run begins at the base, which is the state of this model.
+    again = train(device, seed=1)
+    assert again.outcome in (Outcome.ADOPTED, Outcome.KEPT_BASE)
+
+
+def test_sizes_of_memories_fit_the_model_and_the_engine() -> None:
+    assert TrainOptions(steps=1).within(8192).memory == 512
+    assert TrainOptions(steps=1).within(512).memory == 256
+    assert TrainOptions(steps=1).within(100).memory == 0
+    assert TrainOptions(steps=1, row_tokens=60).within(100).memory == 40
+    with pytest.raises(InputError, match="--memory must be 0 to 8,192"):
+        TrainOptions(steps=1, memory=8193)
+    chosen = {
+        name: options_for(Training(), engine=name, share_log=False).memory for name in ("auto", "torch")
+    }
+    assert chosen == {"auto": 512, "torch": 0}
+    with pytest.raises(InputError, match="executorch cannot compute a memory"):
+        options_for(Training(), engine="executorch", share_log=False, memory=1)
+
+
+def test_a_memory_that_loses_an_answer_is_not_chosen(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen_parts, "compare_answers", lambda *_: ((), 'lose the answer to "Why?"'))
+    result = train(device)
+    parts = decision_of(result).parts
+    assert parts is not None
+    assert parts.chosen is Part.STATE
+    assert 'a memory would lose the answer to "Why?"' in parts.words()
+    assert not folder_of(device, result).memory.exists()
