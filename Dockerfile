@@ -22,6 +22,7 @@ COPY workers workers
 COPY edge_agent edge_agent
 COPY keeper keeper
 COPY extensions extensions
+COPY personal personal
 COPY lab/permille_lab lab/permille_lab
 RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel .
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from permille_service.cli.exits import CommandError
-from permille_service.personal.programs import Programs
+from examples.programs import Programs
+from permille.exits import CommandError
 
 EXAMPLES = Path(__file__).resolve().parent
 ROOT = EXAMPLES.parent

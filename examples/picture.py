@@ -18,7 +18,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from examples.demo import EXAMPLES, MODELS, NOTES, SMOLLM2, WORK, build
-from permille_service.personal.programs import AGENT, Programs
+from examples.programs import AGENT, Programs
 
 PICTURE = EXAMPLES.parent / "docs" / "images" / "demo.svg"
 COLUMNS = 88

@@ -10,6 +10,9 @@ from permille.errors import InputError
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
+LEAST_DENSITY, MOST_DENSITY = 1e-6, 0.5
+"""The range of the density in requests and options."""
+
 
 class MaskMethod(StrEnum):
     """Method of scoring the weights of a mask."""

@@ -38,8 +38,9 @@ from permille.zo.lattice import values
 from permille_agent.federation.exchange import TookPart, join_federation, take_part
 from permille_agent.link.install import install
 from permille_agent.local.model import LocalModel, Sampling
-from permille_agent.state.home import Home, open_home
-from permille_agent.state.models import InstalledRelease
+from permille_agent.local.show import show_run
+from permille_agent.state.home import Home, open_home, telling_disk
+from permille_agent.state.models import InstalledRelease, active_model, require_active
 from permille_agent.text.documents import Document, Learn
 from permille_agent.text.notes import index_text
 from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, prepare
@@ -55,7 +56,7 @@ from permille_agent.text.rows import (
 )
 from permille_agent.text.tokens import TextTokenizer, TokenizedDocument, package_tokenizer
 from permille_agent.training.answers import base_answers, compare_answers
-from permille_agent.training.engines import EngineChoice
+from permille_agent.training.engines import ANY_ENGINE, EngineChoice
 from permille_agent.training.evaluation import (
     DocumentLosses,
     document_losses,
@@ -63,6 +64,8 @@ from permille_agent.training.evaluation import (
 )
 from permille_agent.training.evidence import Comparison, compare_losses
 from permille_agent.training.options import RunContext, TrainOptions
+from permille_agent.training.outcome import RunOutcome
+from permille_agent.training.personal import model_values
 from permille_agent.training.plan import make_plan
 from permille_agent.training.run import Evaluation, Run, RunClock, RunFolder, list_runs
 from permille_agent.training.step_size import SearchFailed
@@ -70,6 +73,7 @@ from permille_agent.training.steps import train
 from permille_agent.training.train import run_training
 
 __all__ = [
+    "ANY_ENGINE",
     "Comparison",
     "DataReport",
     "Document",
@@ -84,6 +88,7 @@ __all__ = [
     "Row",
     "RunContext",
     "RunFolder",
+    "RunOutcome",
     "Sampling",
     "SearchFailed",
     "TextTokenizer",
@@ -91,6 +96,7 @@ __all__ = [
     "TookPart",
     "TrainOptions",
     "TrainingBatches",
+    "active_model",
     "base_answers",
     "batch_of",
     "compare_answers",
@@ -103,14 +109,18 @@ __all__ = [
     "join_federation",
     "list_runs",
     "mean_loss",
+    "model_values",
     "open_home",
     "package_tokenizer",
     "packed_rows",
     "personalise",
     "prepare",
     "read_documents",
+    "require_active",
     "run_training",
+    "show_run",
     "take_part",
+    "telling_disk",
 ]
 
 

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from permille.exits import CommandError, Exit
 from permille_rollouts.schemas.rollouts import RolloutCreate
 from permille_service.cli.commands import Key, Rows, add_action, add_deletion, add_list, add_show, command
-from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.session import Session
 from permille_service.forms import form_of
 

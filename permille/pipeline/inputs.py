@@ -1,5 +1,6 @@
 """Inputs of the steps: an opened model, and the progress that a step reports."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,12 +12,15 @@ import numpy as np
 
 from permille.digests import JSON
 from permille.models.checkpoint import Checkpoint
+from permille.package.blobs import BlobFolder
+from permille.package.limits import Role
 from permille.package.manifest import Layer
 from permille.version import __version__
 
 if TYPE_CHECKING:
     from permille.models.gguf.codes import KeptModel
 
+_DESCRIPTION_BYTES = 64 << 20
 Progress = Callable[[float, str], None]
 """A function that gets the fraction of a step that is done, and a message. An exception stops the step."""
 
@@ -70,6 +74,21 @@ class Made:
     layers: tuple[Layer, ...]
     provenance: dict[str, JSON]
     report: Mapping[str, object] = field(repr=False)
+
+    def put(self, blobs: BlobFolder) -> str:
+        """Store a description of the result beside its layers. Return the digest of the description."""
+        layers = [[layer.role, layer.digest, layer.size_bytes] for layer in self.layers]
+        described = {"layers": layers, "provenance": self.provenance, "report": self.report}
+        return blobs.put_bytes(json.dumps(described, sort_keys=True).encode())
+
+    @classmethod
+    def stored(cls, blobs: BlobFolder, digest: str) -> "Made":
+        """Read what `put` stored. Raises PackageError if a blob is missing or damaged."""
+        described = json.loads(blobs.read(digest, limit=_DESCRIPTION_BYTES))
+        layers = (
+            Layer(role=Role(role), digest=of, size_bytes=size) for role, of, size in described["layers"]
+        )
+        return cls(layers=tuple(layers), provenance=described["provenance"], report=described["report"])
 
 
 def versions(*libraries: str) -> dict[str, JSON]:

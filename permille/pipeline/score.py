@@ -123,10 +123,7 @@ class Scoring:
         self.progress(0.02, "measuring the base")
         bos = FileTokenizer(self.checkpoint.folder).known_bos
         losses = check_base(self._opened, self.drawn.tokens_NT, bos=bos)
-        found = [*remarks(losses)]
-        words = f"base: loss {losses['loss']:.3f} nats per token on the corpus."
-        self.progress(0.02, " ".join([words, *found]))
-        report = {**losses, "remarks": found}
+        report = {**losses, "remarks": [*remarks(losses)]}
         if known is not None:
             write_atomic(known, json.dumps(report).encode())
         return report

@@ -20,6 +20,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenMask
 from permille.package.layers import write_mask
 from permille.package.manifest import decimal_text
+from permille.package.safetensors_io import SafetensorsFile
 from permille.pipeline.inputs import Made, Progress, SourceModel, silent, versions
 from permille.sensitivity.coverage import mask_report
 from permille.sensitivity.masks import select_mask
@@ -92,6 +93,17 @@ def write_choice(
         "provenance": provenance,
     }
     return Made(layers=(layer,), provenance=provenance, report=content)
+
+
+def read_mask(blobs: BlobFolder, digest: str) -> dict[str, NDArray[np.uint32]]:
+    """Check the digest of a stored mask layer, and return its indices by tensor.
+
+    Raises:
+        PackageError: the blob is missing or damaged.
+    """
+    blobs.check(digest)
+    file = SafetensorsFile(blobs.path(digest), dtypes=["U32"])
+    return {name: file.tensor(name).data.view("<u4").astype(np.uint32) for name in file.names}
 
 
 class _Shown(Mapping[str, NDArray[np.float32]]):

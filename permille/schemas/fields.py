@@ -9,6 +9,8 @@ from typing import Annotated, Final, Generic, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
+from permille.choices import LEAST_DENSITY, MOST_DENSITY
+
 Item = TypeVar("Item")
 
 # JSON readers disagree about larger integers (RFC 8259, section 6).
@@ -61,8 +63,8 @@ Density = Annotated[
     float,
     Field(
         strict=True,
-        ge=1e-6,
-        le=0.5,
+        ge=LEAST_DENSITY,
+        le=MOST_DENSITY,
         allow_inf_nan=False,
         examples=[0.001],
         description="Share of the weights to select: 0.001 selects one weight in a thousand.",

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from permille_agent.cli.console import ExitCode
-from permille_service.cli.exits import Exit
+from permille.exits import Exit, ExitCode
 from permille_service.settings import Settings
 from permille_workers.runtime.settings import WorkerSettings
 from scripts import settings

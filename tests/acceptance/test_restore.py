@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from permille.exits import Exit
 from permille.store import access
 from permille.store.database import Database
-from permille_service.cli.exits import Exit
 from tests.artifacts import add_package
 from tests.packages import tiny_package
 from tests.running_service import Running, environment, running_service

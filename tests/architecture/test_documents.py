@@ -18,6 +18,7 @@ READERS = (
     "workers",
     "edge_agent",
     "keeper",
+    "personal",
     "lab",
     "extensions",
     "tests",

@@ -14,7 +14,7 @@ import permille
 from permille.version import __version__
 
 ROOT = Path(permille.__file__).resolve().parents[1]
-ROOMS = ("permille", "service", "workers", "edge_agent", "keeper", "lab", "extensions")
+ROOMS = ("permille", "service", "workers", "edge_agent", "keeper", "personal", "lab", "extensions")
 
 
 def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -63,6 +63,26 @@ VIOLATIONS = [
         "workers/permille_workers/planted.py",
         "import permille_lab.evaluate.cells",
         "no program imports the lab",
+    ),
+    (
+        "personal/permille_personal/planted.py",
+        "import permille_service",
+        "personalise uses the library and the agent's public interface",
+    ),
+    (
+        "personal/permille_personal/planted.py",
+        "import permille_agent.training.run",
+        "personalise uses the library and the agent's public interface",
+    ),
+    (
+        "edge_agent/permille_agent/planted.py",
+        "import permille_personal",
+        "no program imports personalise",
+    ),
+    (
+        "permille/pipeline/planted.py",
+        "import permille.schemas.masks",
+        "the steps from a model to a package know no requests, commands or rows",
     ),
     ("permille/zo/planted.py", "import permille_lab", "no program imports the lab"),
     (
@@ -141,7 +161,8 @@ def test_a_planted_violation_breaks_its_contract(report: str, file: str, line: s
     assert f"{contract} BROKEN" in report
     broken = report.partition("Broken contracts")[2]
     chains = re.split(r"^-{3,}$", broken.partition(f"{contract}\n")[2], maxsplit=2, flags=re.MULTILINE)[1]
-    module = re.sub(r"^(?:service|workers|edge_agent|keeper|lab|extensions)/", "", file).removesuffix(".py")
+    rooms = "|".join(ROOMS[1:])
+    module = re.sub(rf"^(?:{rooms})/", "", file).removesuffix(".py")
     assert f"{module.replace('/', '.')} -> {line.split()[1]} " in chains
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from permille.exits import CommandError, Exit
 from permille_service.access.proof import PATH, prove
 from permille_service.cli.client import Client
-from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.proving import ProvenTransport
 from tests.running_service import permille, running_service
 

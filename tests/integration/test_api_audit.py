@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import text
 
 import permille_service
+from permille.exits import CommandError
 from permille.schemas.access import FIRST_DIGEST, AuditEntry
-from permille_service.cli.exits import CommandError
 from permille_service.cli.fleet import verify_entries
 from permille_service.cli.session import Session
 from tests.api_service import Api

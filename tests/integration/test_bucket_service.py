@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from permille.digests import digest_of
+from permille.exits import ExitCode
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.reader import verify_package
 from permille.schemas.runs import STATE_MEDIA_TYPE
 from permille.store import uploads
-from permille_agent.cli.console import ExitCode
 from permille_agent.cli.main import main
 from permille_agent.state.home import open_home
 from permille_service import console

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from permille_service.cli.exits import CommandError
+from permille.exits import CommandError
 from permille_service.cli.main import main
 from permille_service.cli.up import Supervised
 from tests.preloaded import children

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping
-from enum import IntEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from permille.choices import EngineName
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
+from permille.exits import ExitCode
 from permille.plain_console import PlainConsole
 from permille.plain_text import echo
 from permille_agent.state.home import Home, open_home
@@ -36,20 +36,6 @@ EngineOption = Annotated[
 
 TEXT_FILES = "notes, mail, PDF, Word, .jsonl, exports of ChatGPT, WhatsApp and Telegram"
 UNWRAPPED = 4096  # columns per line of output that does not go to a terminal
-
-
-class ExitCode(IntEnum):
-    """Exit codes of `permille-agent`, which scripts may rely on."""
-
-    OK = 0
-    BUG = 1  # as Python exits after an uncaught exception
-    USAGE = 2  # as typer exits after wrong arguments
-    INPUT_REFUSED = 3
-    PACKAGE_REFUSED = 4
-    TRY_LATER = 5
-    OPERATOR = 6
-    KEPT_BASE = 7
-    INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 EXIT_CODE_HELP = (

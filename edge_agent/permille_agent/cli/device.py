@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from permille.errors import OperatorError, PermilleError
+from permille.exits import ExitCode
 from permille.plain_text import echo
 from permille_agent.cli.console import (
     DEVICE,
     PERSONALISE,
     TEXT_FILES,
-    ExitCode,
     JsonOption,
     agrees,
     home_of,

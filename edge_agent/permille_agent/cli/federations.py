@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from permille.errors import InputError, PermilleError
+from permille.exits import ExitCode
 from permille.plain_text import echo
 from permille_agent.cli.console import (
     COMPUTING,
     SHARING,
     EngineOption,
-    ExitCode,
     JsonOption,
     agrees,
     home_of,

@@ -13,10 +13,11 @@ import typer
 
 from permille.command_names import ProgramGroup
 from permille.errors import PermilleError
+from permille.exits import ExitCode
 from permille.plain_text import echo, log_to_stderr
 from permille.version import __version__
 from permille_agent.cli import daemon, device, federations, local, service, train
-from permille_agent.cli.console import EXIT_CODE_HELP, ExitCode, exit_code_of, show_error
+from permille_agent.cli.console import EXIT_CODE_HELP, exit_code_of, show_error
 from permille_agent.state.home import telling_disk
 
 HOME_VARIABLE = "PERMILLE_AGENT_HOME"

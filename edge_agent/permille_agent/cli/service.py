@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from permille.errors import InputError
+from permille.exits import ExitCode
 from permille.plain_console import PlainConsole
-from permille_agent.cli.console import DEVICE, SHARING, START, ExitCode, JsonOption, home_of, show
+from permille_agent.cli.console import DEVICE, SHARING, START, JsonOption, home_of, show
 from permille_agent.state.choices import read_consent, set_sharing
 from permille_agent.state.home import Home
 from permille_agent.state.lock import LockedError, hold_lock

@@ -14,13 +14,13 @@ from rich.table import Table
 
 from permille.choices import Method, choice_of
 from permille.errors import InputError
+from permille.exits import ExitCode
 from permille.plain_console import PlainConsole
 from permille_agent.cli.console import (
     COMPUTING,
     START,
     TEXT_FILES,
     EngineOption,
-    ExitCode,
     JsonOption,
     home_of,
     show,

@@ -76,6 +76,14 @@ class GgufExport:
     as_float16: int
 
 
+class ChangeLostError(InputError):
+    """The type is too coarse for the personal change. `finer` is a type to try instead."""
+
+    def __init__(self, message: str, finer: BlockType) -> None:
+        super().__init__(message)
+        self.finer = finer
+
+
 def export_gguf(
     package: Package,
     values_K: NDArray[np.float32] | None,
@@ -101,8 +109,9 @@ def export_gguf(
 
     Raises:
         InputError: llama.cpp does not support the model or tokenizer, `like` is a file of another model, the
-            package has an adapter, values are invalid, the scheme does not allow the type, the file would
-            keep less than `LEAST_KEPT` of the personal change, or the folder is not empty.
+            package has an adapter, values are invalid, the scheme does not allow the type, or the folder is
+            not empty.
+        ChangeLostError: the file would keep less than `LEAST_KEPT` of the personal change.
         OSError: the file system failed. No folder is left.
     """
     scheme = package.manifest.scheme.name
@@ -133,9 +142,10 @@ def export_gguf(
         exported = _write_model(weights, header, temporary / GGUF_FILE)
         if exported.kept < LEAST_KEPT:
             finer = BlockType.F32 if kind in (BlockType.F16, BlockType.Q8_0) else BlockType.Q8_0
-            raise InputError(
+            raise ChangeLostError(
                 f"Only {max(exported.kept, 0):.1%} of the personal change fits into {kind}, "
-                f"less than {LEAST_KEPT:.0%}. Choose the type {finer}."
+                f"less than {LEAST_KEPT:.0%}. Choose the type {finer}.",
+                finer,
             )
         use = modelfile(GGUF_FILE, header.prompt, header.description.positions)
         write_atomic(temporary / MODELFILE, use.encode())

@@ -12,11 +12,11 @@ from typing import Any, Self
 
 import httpx
 
+from permille.exits import CommandError, Exit
 from permille.plain_text import reason
 from permille.schemas.fields import DIGEST_PATTERN, ID_PATTERN, NAME_PATTERN, PATH_PATTERN, TEXT_PATTERN
 from permille.schemas.inputs import COMMIT_PATTERN, REPOSITORY_PATTERN
 from permille.schemas.jobs import ENDED
-from permille_service.cli.exits import CommandError, Exit, exit_of_status
 from permille_service.cli.proving import ProvenTransport
 from permille_service.forms import flag_of
 
@@ -212,6 +212,22 @@ def _trusting(ca_file: Path) -> ssl.SSLContext:
 
 def _json(response: httpx.Response) -> Any:
     return response.json() if response.content else None
+
+
+def exit_of_status(status: int) -> Exit:
+    """Return the exit code for an HTTP error status.
+
+    Example:
+        >>> exit_of_status(404)
+        <Exit.NOT_FOUND: 4>
+    """
+    if status in (401, 403):
+        return Exit.ACCESS
+    if status in (404, 410):
+        return Exit.NOT_FOUND
+    if status in (429, 502, 503, 504):
+        return Exit.RETRY
+    return Exit.FAILED if status >= 500 else Exit.REFUSED
 
 
 def _error(response: httpx.Response) -> CommandError:

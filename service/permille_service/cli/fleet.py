@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.filesize import decimal
 
+from permille.exits import CommandError, Exit
 from permille.schemas.access import FIRST_DIGEST, AuditEntry, RetentionRule, TenantCreate, TokenCreate
 from permille.schemas.releases import ReleaseCreate
 from permille_service.cli.commands import (
@@ -19,7 +20,6 @@ from permille_service.cli.commands import (
     add_show,
     command,
 )
-from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.session import Session
 from permille_service.forms import form_of
 

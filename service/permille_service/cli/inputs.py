@@ -5,10 +5,10 @@ from typing import Annotated
 import typer
 
 from permille.errors import InputError
+from permille.exits import CommandError, Exit
 from permille.models.ollama import ollama_file
 from permille_service.cli.client import READ_FILE_S
 from permille_service.cli.commands import AsJson, Key, add_deletion, add_list, add_show, command
-from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.output import make_output
 from permille_service.cli.session import Session
 from permille_service.personal.public_text import included_corpus, reaches_hub

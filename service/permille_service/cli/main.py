@@ -4,6 +4,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,18 +14,17 @@ from rich.markup import escape
 
 from permille.command_names import ENTRY_POINTS, ProgramGroup
 from permille.errors import InputError
+from permille.exits import CommandError, Exit
 from permille.plain_text import echo, log_to_stderr
 from permille.version import __version__
 from permille_service.cli import fleet, inputs
 from permille_service.cli.commands import ADMINISTRATION, DEVICES, INPUTS, PACKAGES, START, AsJson
-from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.federations import federations
 from permille_service.cli.output import make_output, print_json
 from permille_service.cli.session import GlobalOptions
 from permille_service.cli.tables import figures_of, table_of
 from permille_service.cli.trust import trust
 from permille_service.cli.work import FIGURES, add_work, jobs
-from permille_service.personal.command import personalise
 
 EXIT_HELP = (
     "Exit codes: 0 done; 1 the job or the service failed; 2 wrong usage; 3 input refused; 4 not found; "
@@ -43,7 +43,7 @@ app = typer.Typer(
 
 
 def plugin(entry: EntryPoint) -> Callable[..., Any]:
-    """Load a command of another package, such as the lab's `evaluate`.
+    """Load a command of another package, such as `personalise`.
 
     If the command needs a module that is not installed, it fails with a message that says what to install.
     """
@@ -54,7 +54,8 @@ def plugin(entry: EntryPoint) -> Callable[..., Any]:
         try:
             return run(*arguments, **options)
         except ModuleNotFoundError as exc:
-            missing = f"`permille {entry.name}` needs {exc.name}: pip install 'permille[lab]'"
+            extra = entry.module.partition(".")[0].removeprefix("permille_")
+            missing = f"`permille {entry.name}` needs {exc.name}: pip install 'permille[{extra}]'"
             raise CommandError(missing, Exit.USAGE) from exc
 
     return checked
@@ -196,7 +197,6 @@ def start(
     run(settings, with_worker=worker, port_file=port_file, announce=announce)
 
 
-app.command("personalise", rich_help_panel=START)(personalise)
 app.add_typer(inputs.models, name="models", rich_help_panel=INPUTS)
 app.add_typer(inputs.corpora, name="corpora", rich_help_panel=INPUTS)
 app.add_typer(jobs, name="jobs", rich_help_panel=INPUTS)
@@ -209,7 +209,7 @@ app.add_typer(fleet.runs, name="runs", rich_help_panel=DEVICES)
 fleet.add_fleet(app)
 app.add_typer(federations, name="federations", rich_help_panel=DEVICES)
 # An entry point is a function with options for typer, or a group of commands. It is imported at each start of
-# `permille`, so it must import heavy modules only when it runs.
+# `permille`, so it must import heavy modules only when it runs. `PANEL` of a module is its panel in `--help`.
 _added = sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)
 _groups = {entry.name: found for entry in _added if isinstance(found := entry.load(), typer.Typer)}
 for _name, _group in _groups.items():
@@ -221,7 +221,8 @@ app.add_typer(fleet.retention, name="retention", rich_help_panel=ADMINISTRATION)
 app.add_typer(fleet.blobs, name="blobs", rich_help_panel=ADMINISTRATION)
 for _entry in _added:
     if _entry.name not in _groups:
-        app.command(_entry.name, rich_help_panel=PACKAGES)(plugin(_entry))
+        _panel = getattr(import_module(_entry.module), "PANEL", PACKAGES)
+        app.command(_entry.name, rich_help_panel=_panel)(plugin(_entry))
 
 
 def main(arguments: list[str] | None = None) -> int:

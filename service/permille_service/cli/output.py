@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from permille.exits import CommandError, Exit
 from permille.plain_console import PlainConsole
-from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.tables import fields_of, flat, records_in, span, table_of
 
 if TYPE_CHECKING:

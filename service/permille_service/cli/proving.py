@@ -12,8 +12,8 @@ import h11
 import httpcore
 import httpx
 
+from permille.exits import CommandError, Exit
 from permille_service.access.proof import PATH, prove
-from permille_service.cli.exits import CommandError, Exit
 
 _MAX_ANSWER_BYTES = 1 << 16
 

@@ -3,7 +3,7 @@
 import re
 from typing import TYPE_CHECKING, Any
 
-from permille_service.cli.exits import CommandError, Exit
+from permille.exits import CommandError, Exit
 
 if TYPE_CHECKING:
     from permille_service.cli.client import Client

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from permille_service.cli.exits import CommandError, Exit
+from permille.exits import CommandError, Exit
 from permille_service.cli.output import Output, make_output
 from permille_service.cli.references import resolve
 

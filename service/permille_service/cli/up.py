@@ -24,8 +24,8 @@ from filelock import FileLock, Timeout
 from pydantic import SecretStr
 
 from permille.errors import OperatorError
+from permille.exits import CommandError, Exit
 from permille.files import make_private, write_atomic
-from permille_service.cli.exits import CommandError, Exit
 from permille_service.settings import Settings, local_url
 
 START_S = 300.0  # an end of the process is noticed at once, so only a slow machine waits

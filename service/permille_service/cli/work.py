@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from permille.exits import CommandError, Exit
 from permille.schemas.jobs import JobKind, JobState
 from permille.schemas.kinds import WORK, WorkKind
 from permille_service.cli.commands import (
@@ -19,7 +20,6 @@ from permille_service.cli.commands import (
     add_show,
     command,
 )
-from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.output import watch
 from permille_service.cli.references import singular
 from permille_service.cli.session import Session

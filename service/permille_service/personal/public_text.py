@@ -5,7 +5,7 @@ from pathlib import Path
 
 import httpx
 
-from permille_service.cli.exits import CommandError, Exit
+from permille.exits import CommandError, Exit
 
 HUB = "https://huggingface.co"
 HUB_TIMEOUT_S = 5.0

@@ -20,11 +20,11 @@ from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata, Root, Targets
 
 from permille.errors import PackageError
+from permille.exits import CommandError, Exit
 from permille.federation.definition import Definition
 from permille.files import write_atomic
 from permille.trust.metadata import list_definition, list_version, parse
 from permille.trust.roles import ROOT, TARGETS, parse_file_name, parse_target_path
-from permille_service.cli.exits import CommandError, Exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

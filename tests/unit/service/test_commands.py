@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner
 
+from permille.exits import CommandError, Exit
 from permille.schemas.fields import NAME_PATTERN, PATH_PATTERN
 from permille.schemas.inputs import COMMIT_PATTERN
 from permille.schemas.jobs import JobKind
@@ -26,7 +27,6 @@ from permille_service.cli import client as client_module
 from permille_service.cli import commands, main
 from permille_service.cli.client import FLAGS, Client, in_words
 from permille_service.cli.commands import parameters_of
-from permille_service.cli.exits import CommandError, Exit
 from permille_service.cli.output import Follower, Output, watch
 from permille_service.cli.references import resolve
 from permille_service.cli.session import Session
@@ -390,7 +390,7 @@ def test_a_command_from_outside_says_what_it_lacks(capsys: pytest.CaptureFixture
     app = typer.Typer()
     app.command()(main.plugin(entry))
     with pytest.raises(
-        CommandError, match=r"`permille lacking` needs nowhere: pip install 'permille\[lab\]'"
+        CommandError, match=r"`permille lacking` needs nowhere: pip install 'permille\[tests\]'"
     ):
         app(["x"], standalone_mode=False)
 

@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 MODULES = (
-    "permille_service.cli.exits",
+    "permille_service.cli.client",
     "permille_service.cli.references",
     "permille_service.cli.tables",
     "permille_service.guard",

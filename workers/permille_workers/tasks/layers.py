@@ -3,15 +3,12 @@
 import json
 from collections.abc import Mapping
 
-import numpy as np
-from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest, Quantization
 from permille.package.reader import Package
-from permille.package.safetensors_io import SafetensorsFile
 from permille.pipeline.inputs import Made
 from permille.quantization.types import Scheme
 from permille.schemas.jobs import JobKind
@@ -113,14 +110,3 @@ def report_blob(blobs: BlobFolder, report: Mapping[str, object]) -> Blob:
     data = json.dumps(report, allow_nan=False, sort_keys=True).encode()
     digest = blobs.put_bytes(data)
     return Blob(role=REPORT, media_type="application/json", digest=digest, size_bytes=len(data))
-
-
-def read_mask(blobs: BlobFolder, digest: str) -> dict[str, NDArray[np.uint32]]:
-    """Check the digest of a stored mask layer, and return its indices by tensor.
-
-    Raises:
-        PackageError: the blob is missing or damaged.
-    """
-    blobs.check(digest)
-    file = SafetensorsFile(blobs.path(digest), dtypes=["U32"])
-    return {name: file.tensor(name).data.view("<u4").astype(np.uint32) for name in file.names}

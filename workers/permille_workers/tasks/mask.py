@@ -48,6 +48,8 @@ def _scored(context: TaskContext, model: SourceModel, request: FisherMaskCreate)
         work=context.work_folder,
     )
     base = scoring.base()
+    words = f"base: loss {base['loss']:.3f} nats per token on the corpus."
+    context.progress(0.02, " ".join([words, *base["remarks"]]))
     work = fisher_work(drawn.tokens_NT.size, model.checkpoint.parameters)
     if request.sequences <= SHARD_SEQUENCES or work <= context.settings.fisher_split_flops:
         return scoring.scored(scoring.scores(), base)

@@ -10,6 +10,7 @@ from permille.package.limits import Role
 from permille.pipeline.draw import Drawn
 from permille.pipeline.inputs import versions
 from permille.pipeline.pack import pack, reference_sampling
+from permille.pipeline.select import read_mask
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
 from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
@@ -17,7 +18,7 @@ from permille.schemas.packages import PackageCreate
 from permille.schemas.quantizations import QuantizationCreate
 from permille.store.tables import Artifact
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.layers import layer_of, publishes_package, quantization_of, read_mask
+from permille_workers.tasks.layers import layer_of, publishes_package, quantization_of
 from permille_workers.tasks.sources import open_corpus, open_model
 
 

@@ -18,10 +18,11 @@ import pytest
 import typer
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
+from permille.exits import ExitCode
 from permille.package.reader import Package
 from permille.schemas.problems import ProblemType
 from permille.version import __version__
-from permille_agent.cli.console import EXIT_CODE_HELP, ExitCode, exit_code_of
+from permille_agent.cli.console import EXIT_CODE_HELP, exit_code_of
 from permille_agent.cli.daemon import JsonLines
 from permille_agent.cli.main import app, main
 from permille_agent.link.report import enqueue, read_report

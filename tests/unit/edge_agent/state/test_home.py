@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from permille.errors import OperatorError
-from permille_agent.cli.console import ExitCode
+from permille.exits import ExitCode
 from permille_agent.cli.main import main
 from permille_agent.state.choices import (
     Consent,

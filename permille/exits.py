@@ -1,4 +1,6 @@
-"""Exit codes of `permille`, for scripts.
+"""Exit codes of `permille` and `permille-agent`, and the error of a command that ends with one.
+
+`permille` ends with these codes:
 
 0  done
 1  the job failed, or something unexpected happened
@@ -28,20 +30,18 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
-def exit_of_status(status: int) -> Exit:
-    """Return the exit code for an HTTP error status.
+class ExitCode(IntEnum):
+    """Exit codes of `permille-agent`, which scripts may rely on."""
 
-    Example:
-        >>> exit_of_status(404)
-        <Exit.NOT_FOUND: 4>
-    """
-    if status in (401, 403):
-        return Exit.ACCESS
-    if status in (404, 410):
-        return Exit.NOT_FOUND
-    if status in (429, 502, 503, 504):
-        return Exit.RETRY
-    return Exit.FAILED if status >= 500 else Exit.REFUSED
+    OK = 0
+    BUG = 1  # as Python exits after an uncaught exception
+    USAGE = 2  # as typer exits after wrong arguments
+    INPUT_REFUSED = 3
+    PACKAGE_REFUSED = 4
+    TRY_LATER = 5
+    OPERATOR = 6
+    KEPT_BASE = 7
+    INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 class CommandError(Exception):

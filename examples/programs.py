@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from permille_service.cli.exits import CommandError, Exit
+from permille.exits import CommandError, Exit
 from permille_service.cli.up import end_with_parent, stop
 
 START_S = 330.0  # longer than `permille up` waits for its API

@@ -1,0 +1,1 @@
+"""The command `permille personalise`: a personal model for one person, without a service."""

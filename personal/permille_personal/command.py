@@ -1,0 +1,183 @@
+"""`permille personalise`: make a personal model from a model file and a person's text.
+
+This module is imported at each start of `permille`, so it imports the steps only when the command runs.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from permille.errors import InputError, PermilleError, RetryableError
+from permille.exits import CommandError, Exit
+from permille.plain_console import PlainConsole
+from permille.plain_text import echo
+from permille_personal.request import (
+    BaseScheme,
+    Request,
+    Turns,
+    check_form,
+    check_numbers,
+    check_paths,
+    chosen_scheme,
+    key_of,
+    named_model,
+)
+
+NAME, PANEL = "personal", "Start here"
+LINE_EVERY_S = 30.0
+
+
+def personalise(
+    context: typer.Context,
+    text: Annotated[
+        list[Path], typer.Option(resolve_path=True, help="Your text: a file or folder. Repeat it for more.")
+    ],
+    out: Annotated[
+        Path, typer.Option(resolve_path=True, help="New .gguf file or new folder for the personal model.")
+    ],
+    gguf: Annotated[Path | None, typer.Option(resolve_path=True, help="Model: a GGUF file.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(resolve_path=True, help="Model: a folder of transformers.")
+    ] = None,
+    ollama: Annotated[str | None, typer.Option(help="Model: its name in Ollama.")] = None,
+    corpus: Annotated[
+        Path | None,
+        typer.Option(
+            resolve_path=True,
+            help="Public text to find the sensitive weights with (.jsonl, .jsonl.gz, .txt). Default: C4, "
+            "streamed; without a network, a small text that is included.",
+        ),
+    ] = None,
+    density: Annotated[
+        float, typer.Option(help="Share of the weights that train; tiny models need more.")
+    ] = 0.001,
+    scheme: Annotated[
+        BaseScheme | None,
+        typer.Option(
+            help="source keeps the codes of a GGUF file in Q4_0, Q4_1 or Q8_0; nf4 codes the weights anew. "
+            "Default: source where the file allows it."
+        ),
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(help="How long to train. Default: 30.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps instead of minutes.")] = None,
+    learn: Annotated[
+        Turns | None, typer.Option(help="Turns of a conversation to learn. Default: assistant.")
+    ] = None,
+    rate_scale: Annotated[
+        float | None, typer.Option(help="Factor of the learning rate. Try 0.5 if training diverges.")
+    ] = None,
+    keep_general: Annotated[
+        float | None,
+        typer.Option(help="Largest allowed rise of the loss on general text, nats per token. Default: 0.1."),
+    ] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(resolve_path=True, help="Folder for package and runs. Default: in the data folder."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of a table.")
+    ] = False,
+) -> None:
+    """Make a model file personal, on this machine alone.
+
+    Examples:
+
+      permille personalise --gguf model.gguf --text ~/notes --out mine.gguf
+
+      permille personalise --ollama smollm2:135m --text ~/notes --out mine.gguf --minutes 20
+
+    Your text never leaves the machine, and you need no account. If the command is stopped or killed, run it
+    again: it keeps a finished package and the finished training steps. The model is written only if it is
+    surely better on your text.
+    """
+    model = named_model(gguf, folder, ollama)
+    folder_of_work = work or context.obj.folder.resolve() / NAME
+    check_paths(text, out, corpus, folder_of_work)
+    chosen = {
+        "minutes": minutes,
+        "steps": steps,
+        "learn": learn,
+        "rate_scale": rate_scale,
+        "keep_general": keep_general,
+    }
+    training = {name: value for name, value in chosen.items() if value is not None}
+    check_numbers(density, training)
+    scheme = chosen_scheme(model, scheme)
+    check_form(model, out)
+    key = key_of(model, corpus, density, scheme)
+    request = Request(
+        model=model,
+        texts=tuple(text),
+        out=out,
+        corpus=corpus,
+        density=density,
+        scheme=scheme,
+        key=key,
+        work=work or folder_of_work / key[:16],
+        training=training,
+    )
+    from permille_personal.run import run
+
+    with Shown(quiet=as_json) as shown:
+        try:
+            answer = run(request, shown)
+        except InputError:
+            raise
+        except PermilleError as exc:
+            code = Exit.RETRY if isinstance(exc, RetryableError) else Exit.FAILED
+            raise CommandError(str(exc), code) from exc
+    if as_json:
+        echo(json.dumps(answer, indent=2))
+
+
+class Shown:
+    """Output for the person: lines, and the progress of the build on standard error.
+
+    A terminal shows a bar. Other output gets a line for each new phase, and one in half a minute.
+
+    Args:
+        quiet: show nothing.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=PlainConsole(stderr=True), transient=True, disable=quiet)
+        self._task: TaskID | None = None
+        self._told, self._told_s = "", -LINE_EVERY_S
+
+    def __enter__(self) -> "Shown":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if not self.quiet:
+            self.end()
+            echo(text)
+
+    def progress(self, fraction: float, message: str) -> None:
+        """Show the progress of a step."""
+        if self._bar.console.is_terminal:
+            if self._task is None:
+                self._bar.start()
+                self._task = self._bar.add_task("", total=1.0)
+            self._bar.update(self._task, completed=fraction, description=message)
+            return
+        phase, now = message.split(" ")[0], time.monotonic()
+        if not self.quiet and (phase != self._told or now - self._told_s >= LINE_EVERY_S):
+            self._told, self._told_s = phase, now
+            echo(f"{message}: {100 * fraction:.0f} % done", err=True)
+
+    def end(self) -> None:
+        """Remove the bar."""
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+            self._bar.stop()
+            self._task = None

@@ -1,0 +1,281 @@
+"""The request of a person, checked before the long work starts.
+
+Each check raises a CommandError with the option to correct, or an InputError of the file that it read.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from permille.choices import LEAST_DENSITY, MOST_DENSITY
+from permille.corpora.sources import check_head
+from permille.errors import InputError
+from permille.exits import CommandError, Exit
+from permille.models.ollama import ollama_file
+from permille.text_files import TEXT_SUFFIXES, advice, text_kind
+
+LEAST_BYTES = 1_000
+"""The agent needs a thousand tokens, and a token has at least one byte. Shorter texts are refused early."""
+
+
+class BaseScheme(StrEnum):
+    """Coding of the weights in a package: quantized again, or as in the GGUF file."""
+
+    NF4 = "nf4"
+    SOURCE = "source"
+
+
+class Turns(StrEnum):
+    """Turns of a conversation that the loss counts."""
+
+    ASSISTANT = "assistant"
+    USER = "user"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The request of a person.
+
+    Attributes:
+        model: a GGUF file, or a folder of transformers.
+        texts: files and folders of the person's text.
+        out: a new GGUF file if the name ends in `.gguf`, else a new folder for transformers.
+        corpus: public text to find the sensitive weights with. None means C4 or the included text.
+        density: share of the weights that training may change.
+        scheme: coding of the weights in the package.
+        key: digest of the inputs of the package.
+        work: folder of the package and the runs.
+        training: options of the training that the person named, as for `permille_agent.embed.TrainOptions`.
+    """
+
+    model: Path
+    texts: tuple[Path, ...]
+    out: Path
+    corpus: Path | None
+    density: float
+    scheme: BaseScheme
+    key: str
+    work: Path
+    training: Mapping[str, Any]
+
+
+def named_model(gguf: Path | None, folder: Path | None, ollama: str | None) -> Path:
+    given = [one for one in (gguf, folder, ollama) if one is not None]
+    if len(given) != 1:
+        raise CommandError(
+            f"Name one of --gguf, --folder and --ollama; you named {len(given) or 'none'}.", Exit.USAGE
+        )
+    if ollama is not None:
+        return ollama_file(ollama)[1]
+    if gguf is not None and gguf.is_dir():
+        raise CommandError(f"{gguf} is a folder. Name it with --folder.", Exit.REFUSED)
+    if gguf is not None and not gguf.is_file():
+        raise CommandError(f"There is no file {gguf}. Name a GGUF file with --gguf.", Exit.REFUSED)
+    if folder is not None:
+        _check_folder(folder)
+    return Path(given[0])
+
+
+def _check_folder(folder: Path) -> None:
+    """Check that a folder holds a model and no dangling links. Raises CommandError."""
+    from permille.models.conversion import SLOW_TOKENIZERS  # imports numpy, which would delay `--help`
+
+    if folder.is_file():
+        raise CommandError(f"{folder} is a file. Name a GGUF file with --gguf.", Exit.REFUSED)
+    if not folder.exists():
+        raise CommandError(f"There is no folder {folder}. Name a folder of transformers.", Exit.REFUSED)
+    if not (folder / "config.json").is_file():
+        raise CommandError(
+            f"{folder} is no model: it has no config.json. Name a folder that transformers saved.",
+            Exit.REFUSED,
+        )
+    # In a cache of the hub, the files of a model are links to blobs. After a cleanup, links can lead nowhere.
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.is_file():
+            raise CommandError(
+                f"{path} is a link that leads to no file. Remove it: a model's folder has files, or links to "
+                "files.",
+                Exit.REFUSED,
+            )
+    if not any((folder / name).exists() for name in ("tokenizer.json", *SLOW_TOKENIZERS)):
+        raise CommandError(
+            f"{folder} has no tokenizer.json. Save its tokenizer there (`tokenizer.save_pretrained`).",
+            Exit.REFUSED,
+        )
+
+
+def check_paths(texts: list[Path], out: Path, corpus: Path | None, work: Path) -> None:
+    """Check the paths before the long work starts. Raises CommandError, or InputError for the corpus."""
+    if missing := [path for path in (*texts, *([corpus] if corpus else [])) if not path.exists()]:
+        raise CommandError(f"There is no file or folder {missing[0]}.", Exit.REFUSED)
+    if corpus is not None:
+        check_head(corpus)
+    files = [path for text in texts for path in [text, *text.rglob("*")] if path.is_file()]
+    readable = [path for path in files if _is_text(path, is_named=path in texts)]
+    if not readable:
+        other = sorted({f"{path.suffix}{advice(path)}" for path in files if advice(path)})
+        found = f", only {', '.join(other)}" if other else ""
+        raise CommandError(
+            f"--text names no text{found}. Name files of {', '.join(TEXT_SUFFIXES)}, or folders with such "
+            "files.",
+            Exit.REFUSED,
+        )
+    # Check the size before the build, which takes minutes. Training would refuse so little text only later.
+    size = sum(path.stat().st_size for path in readable)
+    if size < LEAST_BYTES:
+        raise CommandError(
+            f"Your text has {size} bytes. Some 4,000 characters are needed, 20,000 are better: add more with "
+            "--text.",
+            Exit.REFUSED,
+        )
+    if not out.parent.is_dir():
+        raise CommandError(f"The folder {out.parent} of --out does not exist. Make it first.", Exit.REFUSED)
+    if not os.access(out.parent, os.W_OK):
+        raise CommandError(f"The folder {out.parent} is not writable. Name another --out.", Exit.REFUSED)
+    try:
+        is_file = work.exists() and not work.is_dir()
+    except OSError as exc:  # such as a name that is too long
+        raise CommandError(unusable_work(work, exc), Exit.REFUSED) from exc
+    if is_file:
+        raise CommandError(f"--work {work} is a file. Name a folder.", Exit.REFUSED)
+    # Training would read the files of the work folder, for example a corpus, as the person's text. It skips
+    # hidden folders.
+    for path in (path for path in texts if work.is_relative_to(path)):
+        if not any(part.startswith(".") for part in work.relative_to(path).parts):
+            raise CommandError(f"{work} lies in your text {path}. Name another --work.", Exit.REFUSED)
+    if out.exists():
+        raise CommandError(f"{out} exists already. Remove it, or name another --out.", Exit.REFUSED)
+
+
+def _is_text(path: Path, *, is_named: bool) -> bool:
+    try:
+        return text_kind(path, is_named=is_named) is not None
+    except OSError:  # training counts a file that cannot be read
+        return False
+
+
+def check_numbers(density: float, training: Mapping[str, Any]) -> None:
+    """Refuse numbers that the build or the training would refuse later. Raises CommandError."""
+    if not LEAST_DENSITY <= density <= MOST_DENSITY:
+        raise CommandError(f"--density must be 0.000001 to {MOST_DENSITY}, got {density}.", Exit.USAGE)
+    from permille_agent.embed import TrainOptions
+
+    named = {name: value for name, value in training.items() if name != "learn"}
+    try:
+        TrainOptions(**(named if named.keys() & {"steps", "minutes"} else {**named, "minutes": 30.0}))
+    except InputError as exc:
+        raise CommandError(str(exc), Exit.USAGE) from exc
+
+
+def check_form(model: Path, out: Path) -> None:
+    """Check that the model can be written in the form of `out`, before the long work starts.
+
+    Raises:
+        CommandError: llama.cpp does not support the model, and `out` is a GGUF file.
+        InputError: the model cannot be read.
+    """
+    if out.suffix != ".gguf":
+        return  # every model can be written for transformers
+    from permille.models.families import shape_of
+    from permille.models.gguf.config import read_model
+    from permille.models.gguf.description import describe
+    from permille.models.gguf.file import GgufFile
+    from permille.models.gguf.vocabulary import vocabulary_of
+
+    if model.is_file():
+        config, files = read_model(GgufFile(model)).config, None
+    else:
+        config, files = _texts_of(model)
+    try:
+        describe(config)
+        if files is not None:  # an export takes the tokenizer of a GGUF file as it is
+            vocabulary_of(files.get, shape_of(config).vocabulary)
+    except InputError as exc:
+        raise CommandError(
+            f"{model.name} cannot be written as a GGUF file. Name a folder with --out to write it for "
+            f"transformers. The reason: {exc}",
+            Exit.REFUSED,
+        ) from exc
+
+
+def _texts_of(folder: Path) -> tuple[Mapping[str, Any], dict[str, bytes]]:
+    """Read the config and the text files of a model folder. Raises InputError."""
+    from permille.models.checkpoint import TEXT_FILES, read_config
+    from permille.models.conversion import add_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix="permille-") as temporary:
+        copy = Path(temporary)
+        for name in TEXT_FILES:
+            if (folder / name).is_file():  # in a cache of the hub, it is a link out of the folder
+                shutil.copyfile(folder / name, copy / name)
+        add_tokenizer(copy)
+        return read_config(copy), {path.name: path.read_bytes() for path in copy.iterdir()}
+
+
+def chosen_scheme(model: Path, asked: BaseScheme | None) -> BaseScheme:
+    """Choose how the package codes the weights, and check that the model can be read.
+
+    The default is `source` for a GGUF file whose codes can be kept, and `nf4` for all other models.
+
+    Raises:
+        CommandError: `source` was asked for, and the model is a folder.
+        InputError: the GGUF file cannot be read, or `source` was asked for and its codes cannot be kept.
+    """
+    from permille.models.gguf.codes import check_kept
+    from permille.models.gguf.config import read_model
+    from permille.models.gguf.file import GgufFile
+
+    if not model.is_file():
+        if asked is BaseScheme.SOURCE:
+            raise CommandError(
+                "--scheme source keeps the codes of a GGUF file. Name a GGUF file, or leave --scheme out.",
+                Exit.USAGE,
+            )
+        return BaseScheme.NF4
+    found = read_model(GgufFile(model))
+    if asked is BaseScheme.NF4:
+        return asked
+    try:
+        check_kept(found)
+    except InputError:
+        if asked is BaseScheme.SOURCE:
+            raise
+        return BaseScheme.NF4
+    return BaseScheme.SOURCE
+
+
+def key_of(model: Path, corpus: Path | None, density: float, scheme: BaseScheme) -> str:
+    """Return a digest of the inputs of a package. Each work folder belongs to one such digest."""
+    # Use the names and contents of files, but not their folders or times. So if a model is moved, the command
+    # still finds its package.
+    # A package from before rows began as in use (ADR 37) is another one.
+    digest = hashlib.sha256(f"rows 2 {density!r} {scheme}\n".encode())
+    for root in (model, corpus):
+        files = sorted(root.rglob("*")) if root is not None and root.is_dir() else [root]
+        for path in files:
+            if path is None or not path.is_file():
+                continue
+            with path.open("rb") as file:
+                digest.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def home_of(texts: tuple[Path, ...]) -> str:
+    """Return the name of the device for these texts.
+
+    The name depends on the paths of the texts only, so a person who adds to a text keeps the device.
+    """
+    paths = "\0".join(sorted({str(path) for path in texts}))
+    return f"device-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
+
+
+def unusable_work(work: Path, error: OSError) -> str:
+    return f"The work folder {work} cannot be used: {error.strerror or error}. Name another --work."

@@ -1,1 +1,0 @@
-"""The command `permille personalise` for one person, composed of the existing programs."""
