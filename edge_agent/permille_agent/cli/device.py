@@ -218,9 +218,10 @@ def forget(
 
       permille-agent forget --run 1d9f36c21e0a4b6f8d2c7a55
 
-    This erases runs, personal models, references to your files, reports and consent. Your files, the
-    enrolment and the packages stay. This also deletes your uploaded logs at the service, and leaves all
-    federations. If the service cannot be reached now, the next `permille-agent run` tells it.
+    This erases runs, personal models, references to your files, the index of their text, reports and
+    consent. Your files, the enrolment and the packages stay. This also deletes your uploaded logs at the
+    service, and leaves all federations. If the service cannot be reached now, the next `permille-agent
+    run` tells it.
     """
     from permille_agent.cli.federations import tell_service
     from permille_agent.link.forget import PROMISE, forget_run

@@ -222,15 +222,14 @@ class LocalModel:
     def _prompt_with_passages(
         self, home: Home, messages: Sequence[tuple[str, str]], sampling: Sampling
     ) -> tuple[NDArray[np.int64], Consulted]:
-        """Return a chat's prompt with all passages that fit: those of all questions, of the last, or none."""
+        """Return a chat's prompt, with the passages that fit the last question if there is room for them."""
         answer = min(sampling.max_new_tokens, ANSWER_TOKENS, self.positions // 4)
         room = self.positions - len(self.memory or ()) - answer
-        for most in (None, 1):
-            turns, notes = with_passages(home, messages, most)
-            # A template may refuse a passage with a special token. The question itself is asked below.
-            with suppress(InputError):
-                if len(prompt_ids := self.tokenizer.chat_prompt(turns)) <= room:
-                    return prompt_ids, notes
+        turns, notes = with_passages(home, messages)
+        # A template may refuse a passage with a special token. The question itself is asked below.
+        with suppress(InputError):
+            if len(prompt_ids := self.tokenizer.chat_prompt(turns)) <= room:
+                return prompt_ids, notes
         if notes.passages:
             notes = Consulted(problem="The passages of your notes do not fit beside this conversation.")
         return self.tokenizer.chat_prompt(messages), notes
