@@ -378,6 +378,7 @@ def main() -> None:
             speakers = read_users(data, Collection.SHAKESPEARE).users
             speaker = next(user for user in speakers if user.name == _SPEAKER)
             authors = [ring[0], facts.diary(data, "pepys"), facts.diary(data, "muir"), speaker, ring[1]]
+            authors = authors[: options.people + 1]
             for recall, user in product(facts.Recall, authors):
                 settings = {"text": user.name, "recall": recall.value, "seed": seed, "steps": STEPS}
                 # The base sees no text, so one cell is enough.
