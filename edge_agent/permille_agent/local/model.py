@@ -111,8 +111,8 @@ class LocalModel:
     ) -> None:
         """Open the model `active`. None opens the model in use. Without `memory`, its memory is left off.
 
-        With `notes`, the default variant answers with passages of the user's text before each question. Other
-        variants, such as the base beside a personal model, know nothing of the user.
+        With `notes`, passages of the user's text stand before the last question to the default variant, and
+        to the personal model without its memory. The base beside a personal model knows nothing of the user.
 
         Raises:
             OperatorError: no package is installed.
@@ -195,7 +195,8 @@ class LocalModel:
                 range.
             PackageError: the chat template fails.
         """
-        if self._notes_of is None or not self._notes_of.notes.exists() or variant is not self.variants[0]:
+        knows_user = variant in (self.variants[0], Variant.PERSONAL_WITHOUT_MEMORY)
+        if self._notes_of is None or not self._notes_of.notes.exists() or not knows_user:
             return self._generate(self.tokenizer.chat_prompt(messages), variant, sampling)
         prompt_ids, notes = self._prompt_with_passages(self._notes_of, messages, sampling)
         if not notes.passages and not notes.problem and asks_about_notes(messages):
