@@ -165,7 +165,9 @@ def _train(request: Request, home: Home, shown: Shown) -> bool:
         for name, value in request.training.items()
         for part in (f"--{name.replace('_', '-')}", str(value))
     )
-    arguments = ["--home", str(home.root), "train", *map(str, request.texts), *options]
+    # The result is a file for other programs, which cannot load a memory. So the state alone is judged.
+    texts = [*map(str, request.texts), "--memory", "0"]
+    arguments = ["--home", str(home.root), "train", *texts, *options]
     code, answer = _agent([*arguments, "--json"] if shown.quiet else arguments, quiet=shown.quiet)
     match code:
         case ExitCode.OK:

@@ -160,6 +160,31 @@ def prepare(
     )
 
 
+def prepare_untested(documents: Sequence[Document], tokenizer: TextTokenizer, *, row_tokens: int) -> Prepared:
+    """Tokenize a text that is too short for a test. A memory can still be made of it.
+
+    Raises:
+        InputError: no document has a token that counts.
+        PackageError: the tokenizer or the chat template breaks a limit.
+    """
+    known, tokenized = tokenize(documents, tokenizer, row_tokens=row_tokens)
+    if not known:
+        raise InputError("There is no text to remember.")
+    counts = dict.fromkeys(Split, SplitCount(tokens=0, documents=0))
+    total = sum(document.targets for document in tokenized)
+    return Prepared(
+        train=[],
+        select=[],
+        test=[],
+        test_documents=[],
+        counts=counts | {Split.TRAIN: SplitCount(tokens=total, documents=len(known))},
+        digest=rows_digest([document_rows(tokenized, row_tokens)]),
+        groups=_groups(known),
+        read=tuple(tokenized),
+        separator=tokenizer.separator(),
+    )
+
+
 def _prepare_little(
     documents: Sequence[Document], total: int, tokenizer: TextTokenizer, row_tokens: int, too_little: str
 ) -> Prepared:

@@ -32,11 +32,11 @@ from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError, PackageError
 from permille.package.limits import Role
 from permille.training.strength import EIGHTHS, scaled
-from permille.zo.lattice import state_digest, values
+from permille.zo.lattice import MAX_STEP_UNIT_EXPONENT, state_digest, values
 from permille_agent.state.home import Home, read_record, write_record
 from permille_agent.state.models import Active
 from permille_agent.text.documents import Document
-from permille_agent.text.preparation import LITTLE_GROUP_TOKENS, tokenize
+from permille_agent.text.preparation import LITTLE_GROUP_TOKENS, LITTLE_TOKENS, Split, tokenize
 from permille_agent.text.reading import passages
 from permille_agent.text.rows import Row, document_rows, rows_in_groups, rows_in_pieces
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
@@ -97,7 +97,7 @@ class Decision:
         loss_state: the loss there of the state alone, the only one that a report has.
         parts: the choice among state and memory. None if the run made no memory.
         state_against_base: the reduction of the loss from the base to the state alone.
-        number: the index of this decision among all on this device, from 1.
+        number: the index of this decision among all on this device, from 1. 0 if nothing was compared.
         against_base: the reduction of the loss from the base to the chosen model.
         against_active: the reduction of the loss from the active or pooled model to the chosen model.
         pooled: whether the package's pooled state was the incumbent.
@@ -201,6 +201,44 @@ def decide_adoption(
         # with the model that is. The incumbent goes last, so that another kill changes nothing.
         run.folder.discard("decision", "decision-number", "losses-active", "incumbent")
         run.folder.store("incumbent", incumbent)
+    return run.folder.once("decision", Decision, decide)
+
+
+def decide_untested(run: Run, incumbent: Active) -> Decision:
+    """Return the durable decision on a text that is too short for a test. Only a memory is made of it.
+
+    No comparison is made, so the decision does not count among those of the device.
+    """
+
+    def decide() -> Decision:
+        parts = choose_parts(run, Candidates(run, None, (), ""), lambda _: math.nan)
+        adopted = parts.chosen is Part.MEMORY
+        told = (
+            "the model remembers this text word by word. It is untested"
+            if adopted
+            else f"it would {parts.fault}"
+        )
+        tokens = run.prepared.counts[Split.TRAIN].tokens
+        return Decision(
+            descent=0,
+            step=0,
+            steps=0,
+            stopped=Stop.STEPS,
+            state_digest=state_digest(
+                np.zeros(run.package.k, np.int64),
+                mask_digest=run.package.mask_digest,
+                step_unit_exponent=MAX_STEP_UNIT_EXPONENT,
+            ),
+            incumbent=incumbent,
+            number=0,
+            adopted=adopted,
+            reason=f"{told}: {tokens} tokens are too few to train and test a state ({LITTLE_TOKENS})",
+            loss_base=None,
+            bits_per_byte_base=None,
+            strength=0,
+            parts=parts,
+        )
+
     return run.folder.once("decision", Decision, decide)
 
 

@@ -2,7 +2,7 @@
 
 - The select split chooses the model with the lowest loss. If the base has it, no model is judged.
 - A short text has no select split. There, the rule is fixed: both if there is a state, else the memory. On
-  every text and size that was measured, both had the lowest loss (`docs/results/real-model.md`).
+  every text and size that was measured, state and text together had the lowest loss (docs/adr/0040).
 - With the memory on, the base's right answers to general questions must stay right. If they do not, the
   choice is made again without the memory. The bound on the loss on general text holds for the state alone,
   because a request can leave the memory off. The loss with the memory on is shown.
@@ -142,7 +142,7 @@ def _choose(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) 
     found = {part: loss_of(part) for part in (Part.BASE, *candidates.parts)}
     # The last candidate is the richest one. The rule of a short text takes it.
     order = list(reversed(candidates.parts))
-    if not run.prepared.stages:
+    if run.prepared.select:
         order = sorted(found, key=lambda part: found[part] if math.isfinite(found[part]) else math.inf)
     chosen, fault, general = order[0], "", None
     if chosen.has_memory:

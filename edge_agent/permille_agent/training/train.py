@@ -7,6 +7,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,11 +30,11 @@ from permille_agent.state.models import (
     referenced_models,
 )
 from permille_agent.text.notes import index_text
-from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, Split, prepare
+from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, Split, prepare, prepare_untested
 from permille_agent.text.reading import read_documents
 from permille_agent.text.report import DataReport
 from permille_agent.text.tokens import package_tokenizer
-from permille_agent.training.decision import Decision, OpenModel, decide_adoption
+from permille_agent.training.decision import Decision, OpenModel, decide_adoption, decide_untested
 from permille_agent.training.engines import (
     EngineChoice,
     EngineUsed,
@@ -112,14 +113,14 @@ def run_training(
     except OperatorError as exc:  # the index serves answers, so the training goes on without it
         context.progress.phase(str(exc))
     task = _Task(home, release, package, options, report, context)
+    tokenizer = package_tokenizer(package, options.learn)
     try:
-        prepared = prepare(
-            documents,
-            package_tokenizer(package, options.learn),
-            row_tokens=options.row_tokens,
-            report=report,
-        )
+        prepared = prepare(documents, tokenizer, row_tokens=options.row_tokens, report=report)
     except InputError as exc:
+        with telling_disk(), suppress(InputError):
+            if task.may_remember():
+                untested = prepare_untested(documents, tokenizer, row_tokens=options.row_tokens)
+                return task.remember(untested, data_paths)
         meanwhile = ""
         if package.manifest.has_layer(Role.POOLED):
             meanwhile = " Until then, the package's pooled model is used, which was trained on public text."
@@ -176,6 +177,48 @@ class _Task:
                 folder.delete()
             raise
 
+    def may_remember(self) -> bool:
+        """Return whether a text that is too short for a test can become a memory.
+
+        A model that was tested is not replaced by one that was not.
+        """
+        active = active_model(self.home)
+        tested = self.package.manifest.has_layer(Role.POOLED)
+        if active is not None and active.run is not None:
+            decision = RunFolder(self.home.runs / active.run).load("decision", Decision)
+            tested = decision is not None and decision.loss_base is not None
+        shares = self.context.share_log or self.context.share_state
+        return self.options.memory > 0 and not tested and not shares
+
+    def remember(self, prepared: Prepared, data_paths: Sequence[Path]) -> RunResult:
+        """Make a memory of a text that is too short for a test.
+
+        Raises:
+            InputError: the engine cannot compute a memory.
+        """
+        known = RunFolder(self.home.runs / self._definition(prepared.digest, None).name()).path.exists()
+        folder = self._open_run(prepared.digest, data_paths)
+        try:
+            return self._resumed(folder) or self._remember(self._run(folder, prepared, None))
+        except InputError:
+            if not known:
+                folder.delete()
+            raise
+
+    def _remember(self, run: Run) -> RunResult:
+        remembering(run.engine)  # raises if the engine cannot
+        run.folder.once("learned", LearnedText, lambda: LearnedText(groups=run.prepared.groups))
+        try:
+            decision = decide_untested(run, active_model(self.home) or Active(package=self.package.digest))
+        except RunInterrupted as exc:
+            return _interrupted(run, exc)
+        outcome = Outcome.KEPT_BASE
+        if decision.adopted:
+            outcome = Outcome.ADOPTED
+            new = Active(package=self.package.digest, run=run.folder.name)
+            activate(self.home, new, expected=decision.incumbent)
+        return self._end(run, self._facts(outcome, run.folder, run, decision=decision), decision.reason)
+
     def _active_knows(self, prepared: Prepared) -> bool:
         """Return whether the active model has learned from all of the text.
 
@@ -195,11 +238,18 @@ class _Task:
             # Record the number of withdrawals at the first call. A later withdrawal raises the user's number,
             # and the difference stops the upload.
             folder.once("consent", AgreedTo, lambda: AgreedTo(withdrawals=self.context.withdrawals))
-        if (ended := folder.load("outcome", RunOutcome)) is not None:
-            self._activate_again(folder)
-            return result_of(folder, ended, known=True)
+        return self._resumed(folder) or self._run_to_end(self._run(folder, prepared, start))
+
+    def _resumed(self, folder: RunFolder) -> RunResult | None:
+        """Return the result of a run that has ended. Activate its model again if it was rolled back."""
+        if (ended := folder.load("outcome", RunOutcome)) is None:
+            return None
+        self._activate_again(folder)
+        return result_of(folder, ended, known=True)
+
+    def _run(self, folder: RunFolder, prepared: Prepared, start: str | None) -> Run:
         self.context.progress.phase("loading the model")
-        run = Run(
+        return Run(
             folder=folder,
             clock=RunClock(folder),
             package=self.package,
@@ -211,7 +261,6 @@ class _Task:
             start=start_state(self.home, self.package, start),
             reference=Reference.of(self.package),
         )
-        return self._run_to_end(run)
 
     def _run_to_end(self, run: Run) -> RunResult:
         """Run all phases. Durable results of earlier calls are reused."""
@@ -224,10 +273,7 @@ class _Task:
                 self.home, run, selected, incumbent, lambda: self._open(incumbent, run.engine)
             )
         except RunInterrupted as exc:
-            run.clock.store()
-            return RunResult(
-                run=run.folder.name, run_id=run.folder.run_id, outcome=Outcome.INTERRUPTED, message=str(exc)
-            )
+            return _interrupted(run, exc)
         except SearchFailed as exc:
             return self._end(run, self._facts(Outcome.FAILED, run.folder, run), str(exc))
         outcome = self._act(run, decision, selected)
@@ -337,6 +383,13 @@ class _Task:
         if decision is not None and decision.adopted and active_model(self.home) == decision.incumbent:
             new = Active(package=self.package.digest, run=folder.name)
             activate(self.home, new, expected=decision.incumbent)
+
+
+def _interrupted(run: Run, stop: RunInterrupted) -> RunResult:
+    run.clock.store()
+    return RunResult(
+        run=run.folder.name, run_id=run.folder.run_id, outcome=Outcome.INTERRUPTED, message=str(stop)
+    )
 
 
 def _positions(package: Package) -> int:

@@ -201,7 +201,7 @@ def test_a_training_gets_the_options_of_the_person(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(run, "_agent", agent)
     assert run._train(request(tmp_path), Home(tmp_path), QUIET)
     options = ["--steps", "4", "--rate-scale", "0.5", "--json"]
-    assert asked == ["--home", str(tmp_path), "train", str(tmp_path), *options]
+    assert asked == ["--home", str(tmp_path), "train", str(tmp_path), "--memory", "0", *options]
 
 
 def test_numbers_have_the_ranges_of_the_build_and_of_the_training() -> None:

@@ -2,6 +2,7 @@
 
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from permille_agent.training.options import TrainOptions, options_for
 from permille_agent.training.outcome import RunResult
 from permille_agent.training.personal import personal_memory
 from permille_agent.training.run import BegunRun, RunFolder
-from tests.bigram_engine import RememberingBigramEngine
+from tests.bigram_engine import RememberingBigramEngine, bigram_engine
 from tests.packages import sentences
 from tests.unit.edge_agent.runs import Device, Killed, device_at, user_text
 
@@ -119,8 +120,6 @@ def test_a_damaged_memory_is_named_and_the_state_still_works(
 
 def test_an_engine_without_memories_is_refused_and_not_used_without_one(device: Device) -> None:
     train(device)
-    from tests.bigram_engine import bigram_engine
-
     with pytest.raises(InputError, match="cannot begin a text with stored keys and values"):
         LocalModel(device.home, bigram_engine)
     with LocalModel(device.home, bigram_engine, memory=False) as model:
@@ -238,3 +237,48 @@ def test_a_memory_that_loses_an_answer_is_not_chosen(device: Device, monkeypatch
     assert parts.chosen is Part.STATE
     assert 'a memory would lose the answer to "Why?"' in parts.words()
     assert not folder_of(device, result).memory.exists()
+
+
+def test_a_text_that_is_too_short_for_a_test_becomes_a_memory(device: Device, tmp_path: Path) -> None:
+    device = replace(device, text=user_text(tmp_path, 20))
+    result, again = train(device), train(device)
+    decision, metrics = decision_of(result), result.metrics
+    assert result.outcome is Outcome.ADOPTED
+    assert "It is untested: 518 tokens are too few" in result.message
+    assert (again.run, again.known) == (result.run, True)
+    assert decision.part is Part.MEMORY
+    assert decision.against_base is None
+    assert (decision.loss_base, decision.loss_personal) == (None, None)
+    assert metrics is not None
+    assert (metrics.loss_base, metrics.loss_personal) == (None, None)
+    known = personal_memory(device.home, device.active(), device.package)
+    assert known is not None
+    assert (device.used_values() == device.package.values()).all()
+    rollback(device.home)
+    assert train(device).known
+    assert device.active().run == result.run
+    # More text is tested, and replaces it only if it is better.
+    tested = train(replace(device, text=user_text(tmp_path)))
+    assert decision_of(tested).loss_base is not None
+    # The other way round, an untested model never replaces a tested one.
+    if tested.outcome is Outcome.ADOPTED:
+        short = train(replace(device, text=user_text(tmp_path, 21)))
+        assert short.outcome is Outcome.REFUSED_DATA
+
+
+@pytest.mark.parametrize("changes", [{"memory": 0}, {"share_state": True}, {"engine_of": bigram_engine}])
+def test_a_short_text_is_refused_where_no_memory_is_made(
+    device: Device, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    result = train(replace(device, text=user_text(tmp_path, 20)), **changes)
+    assert result.outcome is Outcome.REFUSED_DATA
+    assert "There is too little text" in result.message
+
+
+def test_a_short_text_that_would_lose_an_answer_is_not_remembered(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chosen_parts, "compare_answers", lambda *_: ((), 'lose the answer to "Why?"'))
+    result = train(replace(device, text=user_text(tmp_path, 20)))
+    assert result.outcome is Outcome.KEPT_BASE
+    assert result.message.startswith('it would lose the answer to "Why?"')
