@@ -12,7 +12,7 @@ from typing import Any, Final
 from typer.core import TyperGroup
 
 _NAMES = {
-    "permille": "up preflight builds sparsifications masks quantizations packages poolings "
+    "permille": "up preflight builds masks quantizations packages poolings "
     "exports fleet releases trust invitations devices runs models corpora jobs tokens tenants audit "
     "retention blobs",
     "permille-agent": "enroll pull train show compare run install-service policy data generate chat serve "
@@ -20,13 +20,16 @@ _NAMES = {
 }
 ENTRY_POINTS: Final = "permille.commands"
 """The group of entry points of commands that other installed packages add to `permille`."""
+KINDS: Final = "permille.kinds"
+"""The group of the kinds of jobs of extensions. An entry point has the name of the kind's commands."""
 
 
 @cache
 def commands() -> dict[str, frozenset[str]]:
     """Return the commands of each program that the other program does not have."""
     found = {program: frozenset(names.split()) for program, names in _NAMES.items()}
-    found["permille"] |= {entry.name for entry in entry_points(group=ENTRY_POINTS)}
+    for group in (ENTRY_POINTS, KINDS):
+        found["permille"] |= {entry.name for entry in entry_points(group=group)}
     return found
 
 

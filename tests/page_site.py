@@ -29,6 +29,7 @@ from permille.store.database import Database
 from permille.store.jobs import claims, queue
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.transitions import NewJob
+from permille_sparsify.kind import KIND
 from tests.artifacts import add_artifact, add_package, some_model
 from tests.fleet_site import add_fleet, publish_versions
 from tests.packages import tiny_package
@@ -197,7 +198,7 @@ def views(stocked: Stocked) -> dict[str, str]:
         "jobs": "/ui/jobs",
         "job": f"/ui/jobs/{stocked.held.job_id}",
         "models": "/ui/models",
-        "sparsification": f"/ui/sparsifications/{stocked.sparsification_id}",
+        "sparsification": f"/ui/{KIND.collection}/{stocked.sparsification_id}",
         "masks": "/ui/masks",
         "mask": f"/ui/masks/{stocked.mask_id}",
         "packages": "/ui/packages",

@@ -105,9 +105,13 @@ def without_entries(project: str, name: str) -> str:
 
 
 def tests_of(name: str, root: Path) -> list[Path]:
-    """Return the tests of an extension: its folder of tests, and all modules that import one or the other."""
-    paths = sorted((root / "tests").rglob("*.py"))
-    modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in paths}
+    """Return the tests of an extension: its folder of tests, and all modules that import one or the other.
+
+    The lab may also import an extension. Its modules stay, but tests of these modules go.
+    """
+    tests, lab = sorted((root / "tests").rglob("*.py")), (root / "lab").rglob("*.py")
+    modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in tests}
+    modules |= {".".join(path.relative_to(root / "lab").with_suffix("").parts): path for path in lab}
     imports = {module: set(_imported(path)) for module, path in modules.items()}
     own = f"tests.{name.removeprefix('permille_')}"
     gone = {module for module in modules if f"{module}.".startswith(f"{own}.")}
@@ -116,7 +120,7 @@ def tests_of(name: str, root: Path) -> list[Path]:
     }
     while more := {module for module, names in imports.items() if names & gone} - gone:
         gone |= more
-    return [modules[module] for module in sorted(gone)]
+    return [path for path in tests if path in {modules[module] for module in gone}]
 
 
 def _imported(path: Path) -> Iterable[str]:
@@ -129,14 +133,18 @@ def _imported(path: Path) -> Iterable[str]:
 
 
 def main() -> int:
-    """Make the copy, write its generated pages, and run all of its tests."""
+    """Make the copy, write its generated pages, and run its tests.
+
+    Tests of the repository itself, such as of its import contracts, name the extensions, so they do not run.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("name", choices=EXTENSIONS)
     parser.add_argument("folder", type=Path)
     asked = parser.parse_args()
     made = remove(asked.name, asked.folder.resolve())
     environment = made.environment
-    for command in (("-m", "permille.native.build"), ("-m", "scripts.commands"), ("-m", "pytest", "-n", "2")):
+    tests = ("-m", "pytest", "-n", "2", "--ignore=tests/architecture")
+    for command in (("-m", "permille.native.build"), ("-m", "scripts.commands"), tests):
         ended = subprocess.run([sys.executable, *command], cwd=made.source, env=environment, check=False)
         if ended.returncode:
             return ended.returncode

@@ -6,12 +6,12 @@ API and of the command line only needs a new field in a request.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, Union
 
 from pydantic import Field, TypeAdapter, ValidationError, create_model
 
 from permille.errors import InputError
+from permille.extensions import extensions
 from permille.schemas.federations import RoundRequest
 from permille.schemas.fields import EXAMPLE_ULID, Closed
 from permille.schemas.jobs import JobKind
@@ -28,199 +28,171 @@ from permille.schemas.packages import (
 )
 from permille.schemas.quantizations import Quantization, QuantizationCreate
 from permille.schemas.runs import ReplayRequest
-from permille.schemas.sparsifications import Sparsification, SparsificationCreate
+from permille.schemas.work import CORPUS, MODEL, View, WorkKind
 
-# Ids of the examples in the OpenAPI document. No row has them.
-_MODEL: Final = f"model_{EXAMPLE_ULID}"
-_CORPUS: Final = f"corpus_{EXAMPLE_ULID}"
-_FISHER: Final = {"method": "fisher", "corpus_id": _CORPUS, "density": 0.001, "sequences": 100}
+_SCHEME: Final = ("request.options.scheme", "request.options.group_size")
+_FISHER: Final = {"method": "fisher", "corpus_id": CORPUS, "density": 0.001, "sequences": 100}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkKind:
-    """A kind of job in the REST API.
-
-    Attributes:
-        request: the pydantic model, or union of models, of the request. The payload of the job has the same
-            model.
-        record: the pydantic model of the result.
-        collection: the last part of the path, such as `masks` in `/v1/masks`. The group of commands has the
-            same name.
-        about: a description of the collection.
-        starts: a description of the operation that starts such a job.
-        shows: a description of the operation that shows the report, or None if there is no report.
-        examples: example requests, by their descriptions.
-        key: the path parameter of a single record.
-        prefix: the prefix of ids, or None if a digest is the id.
-    """
-
-    kind: JobKind
-    # `Any`, because a union of models is not a class.
-    request: Any
-    record: type[Closed]
-    collection: str
-    about: str
-    starts: str
-    shows: str | None = None
-    examples: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    key: str
-    prefix: str | None
-
-
+_OWN: Final = (
+    WorkKind(
+        kind=JobKind.BUILD,
+        request=BuildCreate,
+        record=Build,
+        collection="builds",
+        about="Build packages: mask, quantization and package in one request.",
+        starts="Build a package of a model: mask, quantization, package.",
+        examples={
+            "sensitive weights and nf4": {
+                "model_id": MODEL,
+                "mask": _FISHER,
+                "quantization": {"scheme": "nf4"},
+            },
+            "an adapter in place of sensitive weights": {
+                "model_id": MODEL,
+                "adapter": {"kind": "lora-fa", "rank": 16},
+            },
+        },
+        view=View(
+            columns=("id", "state", "model_id", "package_digest", "created_at"),
+            example="--model tiny --corpus stories --evaluate-on stories",
+            then="permille releases publish NAME --package {} --alias stable",
+        ),
+        # A build is a job, and its package is the result.
+        key="build_id",
+        prefix="job",
+    ),
+    WorkKind(
+        kind=JobKind.MASK,
+        request=MaskCreate,
+        record=Mask,
+        collection="masks",
+        about="Find the sensitive weights of models, and see the evidence.",
+        starts="Find the sensitive weights of a model.",
+        shows="Show the evidence behind a mask: the coverage curve and a table by tensor.",
+        examples={
+            "sensitive weights, by gradients on a corpus": {
+                "model_id": MODEL,
+                **_FISHER,
+                "length": 512,
+                "seed": 0,
+            },
+            "largest weights, without a corpus": {
+                "model_id": MODEL,
+                "method": "magnitude",
+                "density": 0.001,
+            },
+        },
+        view=View(
+            columns=("id", "model_id", "request.method", "request.density", "k", "created_at"),
+            example="--model tiny --corpus stories --density 0.001",
+            then="permille masks report {}",
+        ),
+        key="mask_id",
+        prefix="mask",
+    ),
+    WorkKind(
+        kind=JobKind.QUANTIZATION,
+        request=QuantizationCreate,
+        record=Quantization,
+        collection="quantizations",
+        about="Quantize models, and see what that costs.",
+        starts="Quantize the frozen weights of a model.",
+        shows="Show what a quantization costs: error by tensor, perplexity before and after.",
+        examples={
+            "nf4, perplexity measured": {
+                "model_id": MODEL,
+                "options": {"scheme": "nf4", "evaluation_tokens": 8192},
+                "evaluation_corpus_id": CORPUS,
+            },
+            "int4 in groups of 32": {
+                "model_id": MODEL,
+                "options": {"scheme": "int4", "group_size": 32},
+            },
+            "int8": {"model_id": MODEL, "options": {"scheme": "int8"}},
+            "int4 in groups of 128, calibrated on texts": {
+                "model_id": MODEL,
+                "options": {"scheme": "auto-round", "calibration_corpus_id": CORPUS},
+            },
+        },
+        view=View(
+            columns=("id", "model_id", *_SCHEME, "size_bytes", "created_at"),
+            example="--model tiny --scheme nf4 --evaluate-on stories",
+            then="permille quantizations report {}",
+        ),
+        key="quantization_id",
+        prefix="quant",
+    ),
+    WorkKind(
+        kind=JobKind.PACKAGE,
+        request=PackageCreate,
+        record=PackageRecord,
+        collection="packages",
+        about="Make packages of finished masks and quantizations.",
+        starts="Make a package of a quantization with a mask, or with an adapter.",
+        examples={
+            "a mask and a quantization": {
+                "mask_id": f"mask_{EXAMPLE_ULID}",
+                "quantization_id": f"quant_{EXAMPLE_ULID}",
+            },
+        },
+        view=View(
+            columns=("digest", "model_id", "k", "size_bytes", "created_at"),
+            example="--mask mask_01jd3kq8z7 --quantization quant_01jd3kq8z9",
+            then="permille releases publish NAME --package {} --alias stable",
+        ),
+        key="digest",
+        prefix=None,
+    ),
+    WorkKind(
+        kind=JobKind.POOLING,
+        request=PoolingCreate,
+        record=Pooling,
+        collection="poolings",
+        about="Add pooled states, which are trained on public text, to packages.",
+        starts="Train a pooled state of a package on public text, and add it.",
+        examples={
+            "400 steps on a corpus": {"package_digest": "sha256:" + "0" * 64, "corpus_id": CORPUS},
+        },
+        view=View(
+            columns=("id", "state", "package_digest", "created_at"),
+            example="--package 577a9004 --corpus stories --steps 400",
+            then="permille releases publish NAME --package {} --alias stable",
+        ),
+        key="pooling_id",
+        prefix="job",
+    ),
+    WorkKind(
+        kind=JobKind.EXPORT,
+        request=ExportCreate,
+        record=Export,
+        collection="exports",
+        about="Add programs for an inference engine to packages.",
+        starts="Add a program for ExecuTorch's runtime to a package.",
+        examples={
+            "weights in float32": {"package_digest": "sha256:" + "0" * 64},
+            "4-bit weights; one pass computes both signs of 8 directions on 2 sequences": {
+                "package_digest": "sha256:" + "0" * 64,
+                "weights": "int4",
+                "variants": 16,
+                "rows": 32,
+            },
+        },
+        view=View(
+            columns=("id", "state", "package_digest", "created_at"),
+            example="--package 577a9004 --weights int4",
+            then="permille releases publish NAME --package {} --alias stable",
+        ),
+        key="export_id",
+        prefix="job",
+    ),
+)
+_ORDER: Final = (JobKind.BUILD, *JobKind)
 WORK: Final[Mapping[JobKind, WorkKind]] = {
     one.kind: one
-    for one in (
-        WorkKind(
-            kind=JobKind.BUILD,
-            request=BuildCreate,
-            record=Build,
-            collection="builds",
-            about="Build packages: mask, quantization and package in one request.",
-            starts="Build a package of a model: mask, quantization, package.",
-            examples={
-                "sensitive weights and nf4": {
-                    "model_id": _MODEL,
-                    "mask": _FISHER,
-                    "quantization": {"scheme": "nf4"},
-                },
-                "an adapter in place of sensitive weights": {
-                    "model_id": _MODEL,
-                    "adapter": {"kind": "lora-fa", "rank": 16},
-                },
-            },
-            # A build is a job, and its package is the result.
-            key="build_id",
-            prefix="job",
-        ),
-        WorkKind(
-            kind=JobKind.SPARSIFICATION,
-            request=SparsificationCreate,
-            record=Sparsification,
-            collection="sparsifications",
-            about="Make models sparse, and see what that costs.",
-            starts="Set weights of a model to zero, and register the result as a model.",
-            shows="Show what a sparsification costs: zeros and error by layer, perplexity before and after.",
-            examples={
-                "half of the weights": {"model_id": _MODEL, "corpus_id": _CORPUS, "name": "half"},
-                "two of four weights, with the others adjusted": {
-                    "model_id": _MODEL,
-                    "corpus_id": _CORPUS,
-                    "name": "two-of-four",
-                    "method": "sparsegpt",
-                    "pattern": "2:4",
-                },
-                "60 % of the weights, then fine-tuning with LoRA": {
-                    "model_id": _MODEL,
-                    "corpus_id": _CORPUS,
-                    "name": "tuned",
-                    "rate": 0.6,
-                    "recovery": {"steps": 400},
-                },
-            },
-            key="sparsification_id",
-            prefix="sparse",
-        ),
-        WorkKind(
-            kind=JobKind.MASK,
-            request=MaskCreate,
-            record=Mask,
-            collection="masks",
-            about="Find the sensitive weights of models, and see the evidence.",
-            starts="Find the sensitive weights of a model.",
-            shows="Show the evidence behind a mask: the coverage curve and a table by tensor.",
-            examples={
-                "sensitive weights, by gradients on a corpus": {
-                    "model_id": _MODEL,
-                    **_FISHER,
-                    "length": 512,
-                    "seed": 0,
-                },
-                "largest weights, without a corpus": {
-                    "model_id": _MODEL,
-                    "method": "magnitude",
-                    "density": 0.001,
-                },
-            },
-            key="mask_id",
-            prefix="mask",
-        ),
-        WorkKind(
-            kind=JobKind.QUANTIZATION,
-            request=QuantizationCreate,
-            record=Quantization,
-            collection="quantizations",
-            about="Quantize models, and see what that costs.",
-            starts="Quantize the frozen weights of a model.",
-            shows="Show what a quantization costs: error by tensor, perplexity before and after.",
-            examples={
-                "nf4, perplexity measured": {
-                    "model_id": _MODEL,
-                    "options": {"scheme": "nf4", "evaluation_tokens": 8192},
-                    "evaluation_corpus_id": _CORPUS,
-                },
-                "int4 in groups of 32": {
-                    "model_id": _MODEL,
-                    "options": {"scheme": "int4", "group_size": 32},
-                },
-                "int8": {"model_id": _MODEL, "options": {"scheme": "int8"}},
-                "int4 in groups of 128, calibrated on texts": {
-                    "model_id": _MODEL,
-                    "options": {"scheme": "auto-round", "calibration_corpus_id": _CORPUS},
-                },
-            },
-            key="quantization_id",
-            prefix="quant",
-        ),
-        WorkKind(
-            kind=JobKind.PACKAGE,
-            request=PackageCreate,
-            record=PackageRecord,
-            collection="packages",
-            about="Make packages of finished masks and quantizations.",
-            starts="Make a package of a quantization with a mask, or with an adapter.",
-            examples={
-                "a mask and a quantization": {
-                    "mask_id": f"mask_{EXAMPLE_ULID}",
-                    "quantization_id": f"quant_{EXAMPLE_ULID}",
-                },
-            },
-            key="digest",
-            prefix=None,
-        ),
-        WorkKind(
-            kind=JobKind.POOLING,
-            request=PoolingCreate,
-            record=Pooling,
-            collection="poolings",
-            about="Add pooled states, which are trained on public text, to packages.",
-            starts="Train a pooled state of a package on public text, and add it.",
-            examples={
-                "400 steps on a corpus": {"package_digest": "sha256:" + "0" * 64, "corpus_id": _CORPUS},
-            },
-            key="pooling_id",
-            prefix="job",
-        ),
-        WorkKind(
-            kind=JobKind.EXPORT,
-            request=ExportCreate,
-            record=Export,
-            collection="exports",
-            about="Add programs for an inference engine to packages.",
-            starts="Add a program for ExecuTorch's runtime to a package.",
-            examples={
-                "weights in float32": {"package_digest": "sha256:" + "0" * 64},
-                "4-bit weights; one pass computes both signs of 8 directions on 2 sequences": {
-                    "package_digest": "sha256:" + "0" * 64,
-                    "weights": "int4",
-                    "variants": 16,
-                    "rows": 32,
-                },
-            },
-            key="export_id",
-            prefix="job",
-        ),
-    )
+    for one in sorted((*_OWN, *extensions("kinds", WorkKind)), key=lambda one: _ORDER.index(one.kind))
 }
+"""All kinds, including those of extensions, in the order of the API's document and of the commands."""
 # Kinds of jobs whose result is a package.
 MAKES_PACKAGES: Final = frozenset({JobKind.PACKAGE, JobKind.BUILD, JobKind.POOLING, JobKind.EXPORT})
 
@@ -269,7 +241,7 @@ def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
 
 
 def result_path(kind: JobKind, result_id: str) -> str | None:
-    """Return the API path of a result of this kind, or None if only the parent job reads it.
+    """Return the API path of a result of this kind, or None if no path shows it.
 
     Example:
         >>> result_path(JobKind.MASK, "mask_1")
@@ -281,4 +253,6 @@ def result_path(kind: JobKind, result_id: str) -> str | None:
         return f"/v1/federations/{result_id}"
     # The result of a build, a pooling or an export is a package.
     made = JobKind.PACKAGE if kind in MAKES_PACKAGES else kind
-    return f"/v1/{WORK[made].collection if made in WORK else 'runs'}/{result_id}"
+    if made is JobKind.REPLAY:
+        return f"/v1/runs/{result_id}"
+    return f"/v1/{WORK[made].collection}/{result_id}" if made in WORK else None

@@ -3,18 +3,21 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from prometheus_client.core import Metric
 from sqlalchemy.orm import Session
 
 from permille.extensions import extensions
+from permille.schemas.fields import Closed
 from permille.trust.repository import Repository
 from permille_service.context import Service
 
 if TYPE_CHECKING:
     from permille_service.pages.actions import Action
+    from permille_service.preflights.estimates import Needs
+    from permille_service.preflights.planning import Planner
 
 Sign = Callable[[Service, Session, Repository, str], None]
 
@@ -33,6 +36,7 @@ class ServiceExtension:
         views: the paths and the names of pages to list in the navigation, below `/ui`.
         actions: the actions that a page can start, by the name in their path.
         templates: the folder with the templates of the pages.
+        needs: estimates of the memory and disk of a job, by the class of its request.
     """
 
     routers: tuple[APIRouter, ...] = ()
@@ -43,6 +47,7 @@ class ServiceExtension:
     views: tuple[tuple[str, str], ...] = ()
     actions: Mapping[str, "Action"] = field(default_factory=dict)
     templates: Path | None = None
+    needs: Mapping[type[Closed], Callable[["Planner", Any], "Needs"]] = field(default_factory=dict)
 
 
 def service_extensions() -> tuple[ServiceExtension, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
+from permille.schemas.work import WorkKind
 from permille_service.app import create_app
 from permille_service.extension import ServiceExtension
 from permille_service.settings import load
@@ -85,10 +86,25 @@ def document_without(name: str, folder: Path) -> dict[str, Any]:
                 assert isinstance(route, APIRoute)
                 for method in route.methods or ():
                     del document["paths"][route.path][method.lower()]
+    for entry in entry_points(group="permille.kinds"):
+        if entry.value.startswith(f"{name}."):
+            remove_kind(document, entry.load())
     document["paths"] = {path: item for path, item in document["paths"].items() if item}
     lost = kept - reached(document["paths"], schemas)
     document["components"]["schemas"] = {key: one for key, one in schemas.items() if key not in lost}
     return document
+
+
+def remove_kind(document: dict[str, Any], work: WorkKind) -> None:
+    """Remove the routes and the tag of a kind of job, and its form of a preflight."""
+    document["tags"] = [tag for tag in document["tags"] if tag["name"] != work.collection]
+    for path, item in document["paths"].items():
+        if f"{path}/".startswith(f"/v1/{work.collection}/"):
+            item.clear()
+    body = document["paths"]["/v1/preflights"]["post"]["requestBody"]
+    forms = body["content"]["application/json"]["schema"]
+    form = forms["discriminator"]["mapping"].pop(work.kind.value)
+    forms["oneOf"].remove({"$ref": form})
 
 
 def reached(part: object, schemas: dict[str, Any]) -> set[str]:

@@ -165,23 +165,17 @@ def test_the_script_of_compose_makes_a_role_that_works_with_its_password_alone(t
                 worker.execute("SELECT token_hash FROM operator_tokens")
 
 
-def test_jobs_of_all_kinds_succeed(place: Place) -> None:
-    api = place.api
+def add_inputs(api: Api) -> tuple[str, str]:
+    """Register a model and a corpus, and return their ids."""
     source = {"kind": "folder", "path": "tiny"}
     model = api.post("/v1/models", {"name": "tiny", "source": source}).json()["id"]
     source = {"kind": "file", "path": "texts.jsonl"}
-    corpus = api.post("/v1/corpora", {"name": "texts", "source": source}).json()["id"]
-    sparse = {
-        "model_id": model,
-        "corpus_id": corpus,
-        "name": "sparse",
-        "method": "wanda",
-        "pattern": "2:4",
-        "sequences": 8,
-        "length": 16,
-        "evaluation_sequences": 0,
-    }
-    finish(place, "/v1/sparsifications", sparse)
+    return model, api.post("/v1/corpora", {"name": "texts", "source": source}).json()["id"]
+
+
+def test_jobs_of_all_kinds_succeed(place: Place) -> None:
+    api = place.api
+    model, corpus = add_inputs(api)
     mask = {"method": "fisher", "corpus_id": corpus, "sequences": 8, "length": 16, "density": 0.01}
     build = {"model_id": model, "mask": mask, "quantization": {"scheme": "nf4"}}
     finish(place, "/v1/builds", build)

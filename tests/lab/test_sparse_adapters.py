@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from permille.pruning.plan import RecoveryPlan
-from permille.pruning.recovery import recover
 from permille_lab.sparse.adapters import (
     PoolingAdapter,
     RecoveryAdapter,
@@ -16,7 +14,9 @@ from permille_lab.sparse.adapters import (
     change_norms,
     merge,
 )
-from tests.unit.pruning.test_recovery import ROWS_NT, logits, names, pruned_model
+from permille_sparsify.plan import RecoveryPlan
+from permille_sparsify.recovery import recover
+from tests.sparsify.test_recovery import ROWS_NT, logits, names, pruned_model
 
 
 def recovered(kind: RecoveryAdapter, *, masked: bool) -> Any:

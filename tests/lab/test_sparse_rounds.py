@@ -11,10 +11,10 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
-from permille.pruning.plan import Pattern, PruningMethod, RecoveryPlan
 from permille.quantization.perplexity import perplexity
 from permille_lab.sparse.adapters import RecoveryAdapter
 from permille_lab.sparse.rounds import IterativePlan, IterativeText, iterate
+from permille_sparsify.plan import Pattern, PruningMethod, RecoveryPlan
 from tests.unit.engines.tiny import tiny_model
 
 _ROWS = np.random.default_rng(0).integers(0, 60, (3, 8, 12))

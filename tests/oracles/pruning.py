@@ -20,8 +20,8 @@ from permille.corpora.sources import ReadReport, file_texts
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.loading import FileTokenizer
-from permille.pruning.plan import Pattern, PruningMethod, PruningPlan
-from permille.pruning.streaming import PruningText, prune_model
+from permille_sparsify.plan import Pattern, PruningMethod, PruningPlan
+from permille_sparsify.streaming import PruningText, prune_model
 
 _REFERENCE = Path(__file__).with_name("llm_compressor.py")
 _TEXT = Path("examples/corpus.jsonl.gz")

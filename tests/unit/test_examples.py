@@ -10,7 +10,7 @@ import permille
 
 _ROOT = Path(permille.__file__).parent
 _FOLDERS = (
-    "corpora", "engines", "models", "native", "pruning", "quantization", "sensitivity", "training", "zo"
+    "corpora", "engines", "models", "native", "quantization", "sensitivity", "training", "zo"
 )  # fmt: skip
 _FILES = [*_ROOT.glob("*.py"), *(path for name in _FOLDERS for path in (_ROOT / name).rglob("*.py"))]
 _MODULES = sorted(

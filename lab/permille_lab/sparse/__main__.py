@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 from permille.corpora.sequences import POOL, token_sequences
 from permille.models.checkpoint import Checkpoint
 from permille.models.loading import FileTokenizer, load_model
-from permille.pruning.plan import PruningPlan
-from permille.pruning.streaming import PruningText, prune_model
 from permille.quantization.perplexity import perplexity
 from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
 from permille_lab.measuring.model_packages import Sources, sources_from_environment
@@ -47,6 +45,8 @@ from permille_lab.sparse.ways import (
     Way,
     plan_of,
 )
+from permille_sparsify.plan import PruningPlan
+from permille_sparsify.streaming import PruningText, prune_model
 
 FIGURE, TUNING, DENSE = "sparse", "rates", "dense"
 TARGETS = ("0.6", "2:4", "0.5", "0.7")

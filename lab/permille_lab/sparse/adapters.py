@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from permille.pruning.recovery import LoraAdapter
+from permille_sparsify.recovery import LoraAdapter
 
 
 class RecoveryAdapter(StrEnum):

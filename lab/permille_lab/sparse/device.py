@@ -26,9 +26,6 @@ from permille.models.loading import FileTokenizer, load_model
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenMask, pack_model
 from permille.package.reader import Package
-from permille.pruning.plan import Pattern, PruningMethod, PruningPlan, RecoveryPlan
-from permille.pruning.recovery import recover_model
-from permille.pruning.streaming import PruningText, prune_model
 from permille.quantization import default_group_size, quantize
 from permille.quantization.perplexity import apply_quantized
 from permille.quantization.types import Scheme
@@ -41,6 +38,9 @@ from permille_lab.people.study import Study
 from permille_lab.people.user_texts import Collection, cohort, read_users
 from permille_lab.quantization.__main__ import texts
 from permille_lab.sparse.__main__ import CALIBRATION, CASES, LENGTH, Case, losses, material
+from permille_sparsify.plan import Pattern, PruningMethod, PruningPlan, RecoveryPlan
+from permille_sparsify.recovery import recover_model
+from permille_sparsify.streaming import PruningText, prune_model
 
 PATTERN = "2:4"
 RANK, ROWS = 16, 8

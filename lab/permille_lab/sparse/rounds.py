@@ -36,9 +36,12 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors, shape_of
 from permille.models.layerwise import LayerStream
 from permille.models.loading import load_model
-from permille.pruning.plan import Pattern, PruningMethod, PruningPlan, RecoveryPlan
-from permille.pruning.recovery import recover
-from permille.pruning.streaming import (
+from permille.quantization.perplexity import perplexity
+from permille_lab.sparse.adapters import RecoveryAdapter, allocate, attach, change_norms, merge
+from permille_lab.sparse.rates import SPREAD, cubic_rate, importance, layer_rates, similarities
+from permille_sparsify.plan import Pattern, PruningMethod, PruningPlan, RecoveryPlan
+from permille_sparsify.recovery import recover
+from permille_sparsify.streaming import (
     LinearReport,
     PruningText,
     check_not_pruned,
@@ -46,9 +49,6 @@ from permille.pruning.streaming import (
     prune_model,
     write_weight,
 )
-from permille.quantization.perplexity import perplexity
-from permille_lab.sparse.adapters import RecoveryAdapter, allocate, attach, change_norms, merge
-from permille_lab.sparse.rates import SPREAD, cubic_rate, importance, layer_rates, similarities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,8 +19,6 @@ import torch
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.loading import load_model
-from permille.pruning.plan import PruningPlan
-from permille.pruning.streaming import PruningText, prune_model
 from permille_lab.evaluate.cell_data import Encoder
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.model_packages import sources_from_environment
@@ -31,6 +29,8 @@ from permille_lab.sparse.ways import ABLATED, Way, plan_of
 from permille_lab.tasks.examples import Task
 from permille_lab.tasks.rows import read_file
 from permille_lab.tasks.scoring import Choices, encode_example, score
+from permille_sparsify.plan import PruningPlan
+from permille_sparsify.streaming import PruningText, prune_model
 
 CASE: Final = CASES[1]
 DENSE, PRUNED = "dense", "pruned by Wanda"

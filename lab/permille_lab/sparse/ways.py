@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from permille.pruning.plan import Pattern, PruningMethod, RecoveryPlan
 from permille_lab.sparse.adapters import RecoveryAdapter
 from permille_lab.sparse.rounds import IterativePlan
+from permille_sparsify.plan import Pattern, PruningMethod, RecoveryPlan
 
 STEPS = 48
 RANK = 2

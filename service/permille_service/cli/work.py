@@ -1,14 +1,14 @@
 """Commands of jobs and of their results. They are made from the descriptions in `permille.schemas.kinds`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
 from permille.exits import CommandError, Exit
 from permille.schemas.jobs import JobKind, JobState
-from permille.schemas.kinds import WORK, WorkKind
+from permille.schemas.kinds import WORK
+from permille.schemas.work import View, WorkKind
 from permille_service.cli.commands import (
     PACKAGES,
     Key,
@@ -34,69 +34,16 @@ Again = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """Additions of the command line to the description of a kind of job.
-
-    Attributes:
-        columns: the columns of its table, as dotted names of fields.
-        example: the options of the example in the help text.
-        then: the command that usually comes next. `{}` stands for the id of the result.
-    """
-
-    columns: tuple[str, ...]
-    example: str
-    then: str
-
-
-_SCHEME = ("request.options.scheme", "request.options.group_size")
-_VIEWS: Final[Mapping[JobKind, View]] = {
-    JobKind.BUILD: View(
-        columns=("id", "state", "model_id", "package_digest", "created_at"),
-        example="--model tiny --corpus stories --evaluate-on stories",
-        then="permille releases publish NAME --package {} --alias stable",
-    ),
-    JobKind.SPARSIFICATION: View(
-        columns=("id", "request.name", "request.method", "model_id", "created_at"),
-        example="--model tiny --corpus stories --name tiny-half --rate 0.5",
-        then="permille sparsifications report {}",
-    ),
-    JobKind.MASK: View(
-        columns=("id", "model_id", "request.method", "request.density", "k", "created_at"),
-        example="--model tiny --corpus stories --density 0.001",
-        then="permille masks report {}",
-    ),
-    JobKind.QUANTIZATION: View(
-        columns=("id", "model_id", *_SCHEME, "size_bytes", "created_at"),
-        example="--model tiny --scheme nf4 --evaluate-on stories",
-        then="permille quantizations report {}",
-    ),
-    JobKind.PACKAGE: View(
-        columns=("digest", "model_id", "k", "size_bytes", "created_at"),
-        example="--mask mask_01jd3kq8z7 --quantization quant_01jd3kq8z9",
-        then="permille releases publish NAME --package {} --alias stable",
-    ),
-    JobKind.POOLING: View(
-        columns=("id", "state", "package_digest", "created_at"),
-        example="--package 577a9004 --corpus stories --steps 400",
-        then="permille releases publish NAME --package {} --alias stable",
-    ),
-    JobKind.EXPORT: View(
-        columns=("id", "state", "package_digest", "created_at"),
-        example="--package 577a9004 --weights int4",
-        then="permille releases publish NAME --package {} --alias stable",
-    ),
-}
 _JOBS = ("id", "kind", "state", "progress.fraction", "progress.message", "created_at")
 FIGURES = ("name", "needed", "available", "enough", "explanation")
 
 
 def add_work(app: typer.Typer) -> None:
     """Add a group of commands for each kind of job that a request starts, and the command `preflight`."""
-    for kind, work in WORK.items():
+    for work in WORK.values():
         group = typer.Typer(no_args_is_help=True, help=work.about)
-        _add_create(group, work, _VIEWS[kind])
-        add_list(group, work.collection, _VIEWS[kind].columns)
+        _add_create(group, work)
+        add_list(group, work.collection, work.view.columns)
         add_show(group, work.collection)
         add_deletion(group, work.collection, "remove", f"Remove one of the {work.collection}.")
         if work.shows is not None:
@@ -105,8 +52,8 @@ def add_work(app: typer.Typer) -> None:
     _add_preflight(app, WORK[JobKind.BUILD])
 
 
-def _add_create(group: typer.Typer, work: WorkKind, view: View) -> None:
-    text = f"{work.starts}\n\nExample:\n\n  permille {work.collection} create {view.example}"
+def _add_create(group: typer.Typer, work: WorkKind) -> None:
+    text = f"{work.starts}\n\nExample:\n\n  permille {work.collection} create {work.view.example}"
 
     @command(group, "create", text, form=form_of(work.request))
     def create(
@@ -120,13 +67,13 @@ def _add_create(group: typer.Typer, work: WorkKind, view: View) -> None:
             session.output.show(job)
             session.output.say_next(f"permille jobs watch {job['id']}")
         else:
-            _show_made(session, watch(session.client, session.output, job["id"]), view)
+            _show_made(session, watch(session.client, session.output, job["id"]), work.view)
 
 
 def _add_preflight(app: typer.Typer, work: WorkKind) -> None:
     text = (
         "Check whether the service's machine has the resources for a build. If not, the exit code is 3.\n\n"
-        f"Example:\n\n  permille preflight {_VIEWS[work.kind].example}"
+        f"Example:\n\n  permille preflight {work.view.example}"
     )
 
     @command(app, "preflight", text, form=form_of(work.request), panel=PACKAGES)

@@ -55,6 +55,10 @@ def make_environment(styles: assets.Asset, scripts: assets.Asset) -> Environment
     made.globals |= {"styles": styles.name, "scripts": scripts.name, "link": link}
     made.globals["added_views"] = [view for extension in added for view in extension.views]
     made.globals["added_actions"] = {name for extension in added for name in extension.actions}
+    routes = [route for extension in added for router in extension.page_routers for route in router.routes]
+    made.globals["added_pages"] = {
+        route.path.split("/")[2] for route in routes if isinstance(route, APIRoute)
+    }
     made.filters |= {
         "ago": ago,
         "span": span,

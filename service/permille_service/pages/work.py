@@ -1,4 +1,4 @@
-"""Pages of models, corpora, sparsifications, masks and packages."""
+"""Pages of models, corpora, masks and packages."""
 
 from typing import Annotated, Final, TypeVar
 
@@ -22,17 +22,8 @@ from permille_service.work.routes import present_artifact
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
 MaskId = Annotated[str, key_of("mask")]
-SparsificationId = Annotated[str, key_of("sparse")]
 _LARGEST_REPORT: Final = 32 << 20
 AnyReport = TypeVar("AnyReport", bound=BaseModel)
-
-
-class ZerosRow(BaseModel):
-    """The share of zeros in a decoder layer or a linear layer, and the error of its outputs."""
-
-    name: str
-    zeros: float
-    relative_error: float
 
 
 class Perplexity(BaseModel):
@@ -51,15 +42,6 @@ class Perplexity(BaseModel):
     held_out: bool | None = None
 
 
-class SparseReport(BaseModel):
-    """The part of a sparsification's report that says how much accuracy the sparsification costs."""
-
-    zeros: float
-    perplexity: Perplexity | None
-    layers: list[ZerosRow]
-    tensors: list[ZerosRow]
-
-
 @router.get("/models")
 def show_models(page: ViewerPage, window: Paging) -> Response:
     """Show models and corpora."""
@@ -75,28 +57,12 @@ def show_models(page: ViewerPage, window: Paging) -> Response:
     )
 
 
-@router.get("/sparsifications/{sparsification_id}")
-def show_sparsification(sparsification_id: SparsificationId, page: ViewerPage) -> Response:
-    """Show one sparse model: its zeros and their cost, in total, by decoder layer, and by linear layer."""
-    with page.service.database.read() as session:
-        row = artifacts.get(
-            session, tenant_id=page.tenant_id, kind=JobKind.SPARSIFICATION, key=sparsification_id
-        )
-        names = _model_names(session, page.tenant_id)
-    return page.render(
-        "sparsification",
-        made=present_artifact(WORK[JobKind.SPARSIFICATION], row),
-        names=names,
-        report=report_of(page.service.blobs, row, SparseReport),
-    )
-
-
 @router.get("/masks")
 def show_masks(page: ViewerPage, window: Paging) -> Response:
     """Show masks, newest first."""
     with page.service.database.read() as session:
         found = artifacts.list_artifacts(session, tenant_id=page.tenant_id, kind=JobKind.MASK, window=window)
-        names = _model_names(session, page.tenant_id)
+        names = model_names(session, page.tenant_id)
     masks = page_of(found, lambda row: present_artifact(WORK[JobKind.MASK], row))
     return page.render("masks", masks=masks, names=names)
 
@@ -106,7 +72,7 @@ def show_mask(mask_id: MaskId, page: ViewerPage, sort: MaskOrder = MaskOrder.LAY
     """Show one mask: its share of the score in total, by kind of linear layer, decoder layer and tensor."""
     with page.service.database.read() as session:
         row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.MASK, key=mask_id)
-        names = _model_names(session, page.tenant_id)
+        names = model_names(session, page.tenant_id)
     report = report_of(page.service.blobs, row, MaskEvidence)
     return page.render(
         "mask",
@@ -132,7 +98,7 @@ def show_packages(
         found = artifacts.list_artifacts(
             session, tenant_id=page.tenant_id, kind=JobKind.PACKAGE, window=window
         )
-        names = _model_names(session, page.tenant_id)
+        names = model_names(session, page.tenant_id)
         released = {row.digest: _releases_of(session, row) for row in found.items}
     packages = page_of(found, lambda row: present_artifact(WORK[JobKind.PACKAGE], row))
     return page.render("packages", packages=packages, names=names, released=released, against=against)
@@ -143,7 +109,7 @@ def show_package(digest: PackageDigest, page: ViewerPage) -> Response:
     """Show one package: its layers (files), its origin, and the releases that contain it."""
     with page.service.database.read() as session:
         row = artifacts.get(session, tenant_id=page.tenant_id, kind=JobKind.PACKAGE, key=digest)
-        names, released = _model_names(session, page.tenant_id), _releases_of(session, row)
+        names, released = model_names(session, page.tenant_id), _releases_of(session, row)
     return page.render(
         "package",
         package=present_artifact(WORK[JobKind.PACKAGE], row),
@@ -163,7 +129,8 @@ def report_of(blobs: BlobFolder, made: tables.Artifact, kind: type[AnyReport]) -
         return None
 
 
-def _model_names(session: Session, tenant_id: str) -> dict[str, str]:
+def model_names(session: Session, tenant_id: str) -> dict[str, str]:
+    """Return the names of a tenant's models by their ids."""
     found = session.scalars(select(tables.Model).where(tables.Model.tenant_id == tenant_id).limit(1000))
     return {row.id: row.name for row in found}
 
@@ -173,7 +140,7 @@ def _origins(session: Session, tenant_id: str, model_ids: list[str]) -> dict[str
 
     The result maps the id of each sparsification to the name of the original model.
     """
-    names, made = _model_names(session, tenant_id), tables.Artifact
+    names, made = model_names(session, tenant_id), tables.Artifact
     found = session.scalars(select(made).where(made.made_model_id.in_(model_ids)))
     return {row.id: names.get(row.model_id, row.model_id) for row in found}
 

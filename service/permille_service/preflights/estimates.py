@@ -19,11 +19,10 @@ from permille.models.families import Config, expected_tensors, scoped_tensors, s
 from permille.schemas.masks import FisherMask, WeightMask
 from permille.schemas.packages import PoolingCreate
 from permille.schemas.quantizations import AnyOptions, AutoRound, Int8
-from permille.schemas.sparsifications import Recovery, SparsificationCreate
 from permille_service.settings import Settings
 
 FLOAT_BYTES = 4
-_TOKENS_A_PASS = 1024  # tokens of one forward pass in the fine-tuning of adapters
+TOKENS_A_PASS = 1024  # tokens of one forward pass in the fine-tuning of adapters
 PROCESS_BYTES = 400 * 1024 * 1024  # the interpreter and torch, before any weight is loaded
 # Floating-point operations for each token and weight: 2 for the forward pass, 4 for the backward pass, and 2
 # to repeat the forward pass for checkpointed activations.
@@ -89,45 +88,6 @@ def sizes_of(config: Config, scope: str = "all") -> Sizes:
         vocabulary=model.vocabulary,
         lora_rank=min(rows * columns // (rows + columns) for _, (rows, columns) in scoped),
         lora_fa_rank=min(columns for _, (_, columns) in scoped),
-    )
-
-
-def sparsification_needs(sizes: Sizes, request: SparsificationCreate, *, model_bytes: int) -> Needs:
-    """Estimate the needs of a sparsification.
-
-    Memory: the larger of two amounts. One is the embedding and the head, with the logits of a sequence. The
-    other is a decoder layer with the Gram matrices of its inputs and the temporary arrays of SparseGPT. Disk:
-    two copies of the model, and the hidden states.
-    """
-    rows = request.sequences + 2 * request.evaluation_sequences
-    tokens = rows * request.length
-    layer = sizes.scoped // sizes.layers
-    inputs = sizes.largest // min(sizes.hidden, sizes.largest)  # input features of the widest linear layer
-    ends = sizes.parameters - sizes.scoped + request.length * sizes.vocabulary
-    held = max(ends, layer + 3 * sizes.largest + 6 * max(inputs, sizes.hidden) ** 2)
-    needs = Needs(
-        memory_bytes=PROCESS_BYTES + held * FLOAT_BYTES,
-        disk_bytes=2 * model_bytes + 2 * tokens * sizes.hidden * FLOAT_BYTES,
-    )
-    if request.recovery is None:
-        return needs
-    return _recovery_needs(sizes, request, request.recovery, pruning=needs)
-
-
-def _recovery_needs(
-    sizes: Sizes, request: SparsificationCreate, recovery: Recovery, *, pruning: Needs
-) -> Needs:
-    """Return the needs of pruning and of the fine-tuning that follows.
-
-    Memory: the whole model, the changed weights and gradients of a decoder layer, adapters with their
-    gradients and moments, and logits with their gradients. Disk: the pruned model and the fine-tuned one.
-    """
-    adapters = 4 * 2 * recovery.rank * sizes.scoped // min(sizes.hidden, sizes.scoped)
-    logits = 4 * max(request.length, _TOKENS_A_PASS) * sizes.vocabulary
-    held = sizes.parameters + 3 * sizes.scoped // sizes.layers + adapters + logits
-    return Needs(
-        memory_bytes=max(pruning.memory_bytes, PROCESS_BYTES + held * FLOAT_BYTES),
-        disk_bytes=2 * pruning.disk_bytes,
     )
 
 

@@ -17,14 +17,13 @@ from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, Wei
 from permille.schemas.packages import Adapter, BuildCreate, ExportCreate, PackageCreate, PoolingCreate
 from permille.schemas.problems import Figure, ProblemType
 from permille.schemas.quantizations import AnyOptions, AutoRound, QuantizationCreate, Source
-from permille.schemas.sparsifications import SparsificationCreate
-from permille.store import artifacts, inputs, rows
+from permille.store import artifacts, rows
 from permille.store.jobs.dispatch import largest_memory, none_can_export
 from permille.store.tables import Artifact, Corpus, Model
 from permille_service.access.principals import Viewer
 from permille_service.context import Served, Service
+from permille_service.extension import service_extensions
 from permille_service.preflights.estimates import (
-    FLOAT_BYTES,
     Capacity,
     Needs,
     Sizes,
@@ -35,7 +34,6 @@ from permille_service.preflights.estimates import (
     pooling_needs,
     quantization_needs,
     sizes_of,
-    sparsification_needs,
 )
 from permille_service.problems import PRIVATE, ApiError, as_conflicts, documented
 
@@ -75,7 +73,7 @@ def preflight_of(service: Service, tenant_id: str, request: Closed) -> Preflight
     """
     with service.database.read() as session:
         machine = measure_machine(service.settings, largest_memory(session))
-        planner = _Planner(session, tenant_id, machine, service.settings.fisher_split_flops)
+        planner = Planner(session, tenant_id, machine, service.settings.fisher_split_flops)
         needs = planner.needs_of(request)
     # Compare by identity. NOTHING stands for unknown needs, and known needs may also be zero.
     return compare(None if needs is NOTHING else needs, machine)
@@ -107,20 +105,18 @@ def compare(needs: Needs | None, machine: Capacity) -> Preflight:
     )
 
 
-class _Planner:
+class Planner:
     """Looks up the models, corpora and artifacts of a request, and estimates its needs on a machine."""
 
     def __init__(self, session: Session, tenant_id: str, machine: Capacity, split_flops: float) -> None:
-        self._session = session
-        self._tenant_id = tenant_id
+        self.session = session
+        self.tenant_id = tenant_id
         self._machine = machine
         self._split_flops = split_flops
 
     def needs_of(self, request: Closed) -> Needs:
         """Estimate the needs of any request."""
         match request:
-            case SparsificationCreate():
-                return self._sparsification(request)
             case FisherMaskCreate() | WeightMaskCreate():
                 return self._mask(request, request.model_id)
             case QuantizationCreate():
@@ -133,40 +129,29 @@ class _Planner:
                 return self._pooling(request)
             case ExportCreate():
                 return self._export(request)
+        for extension in service_extensions():
+            for kind, estimate in extension.needs.items():
+                if isinstance(request, kind):
+                    return estimate(self, request)
         raise TypeError(f"{type(request).__name__} is no request for work")
 
-    def _sparsification(self, request: SparsificationCreate) -> Needs:
-        """Estimate a sparsification. Refuse it if it does not fit the model, or if its name is taken."""
-        inputs.check_name(self._session, Model, self._tenant_id, request.name)
-        self._check_corpus(request.corpus_id, request.sequences * request.length)
-        sizes = self._sizes(request.model_id)
-        model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=request.model_id)
-        if sizes is None or model.config is None:
-            return NOTHING
-        with as_conflicts():
-            request.plan().check(model.config)
-        # Jobs decode a GGUF file to a folder of float32 values.
-        size_bytes = None if model.source["kind"] == "gguf" else model.size_bytes
-        model_bytes = size_bytes or sizes.parameters * FLOAT_BYTES
-        return sparsification_needs(sizes, request, model_bytes=model_bytes)
-
     def _mask(self, mask: FisherMask | WeightMask, model_id: str) -> Needs:
-        sizes = self._sizes(model_id, mask.scope)
+        sizes = self.sizes(model_id, mask.scope)
         if isinstance(mask, FisherMask):
-            self._check_corpus(mask.corpus_id, mask.sequences * mask.length)
+            self.check_corpus(mask.corpus_id, mask.sequences * mask.length)
         if sizes is None:
             return NOTHING
         memory_bytes = self._machine.memory_bytes
         return mask_needs(sizes, mask, memory_bytes=memory_bytes, split_flops=self._split_flops)
 
     def _quantization(self, request: QuantizationCreate | BuildCreate, options: AnyOptions) -> Needs:
-        sizes = self._sizes(request.model_id)
-        self._check_corpus(request.evaluation_corpus_id)
+        sizes = self.sizes(request.model_id)
+        self.check_corpus(request.evaluation_corpus_id)
         if isinstance(options, Source):
             self._check_gguf(request.model_id)
         if isinstance(options, AutoRound):
             tokens = options.calibration_sequences * options.calibration_length
-            self._check_corpus(options.calibration_corpus_id, tokens)
+            self.check_corpus(options.calibration_corpus_id, tokens)
         if sizes is None:
             return NOTHING
         evaluated, memory_bytes = request.evaluation_corpus_id is not None, self._machine.memory_bytes
@@ -178,11 +163,11 @@ class _Planner:
             self._check_adapter(request.adapter, quantization.model_id)
         if request.mask_id is not None:
             self._check_mask(self._part(JobKind.MASK, request.mask_id), quantization)
-        sizes = self._sizes(quantization.model_id)
+        sizes = self.sizes(quantization.model_id)
         return NOTHING if sizes is None else package_needs(sizes)
 
     def _part(self, kind: JobKind, key: str) -> Artifact:
-        return artifacts.get(self._session, tenant_id=self._tenant_id, kind=kind, key=key)
+        return artifacts.get(self.session, tenant_id=self.tenant_id, kind=kind, key=key)
 
     def _check_mask(self, mask: Artifact, quantization: Artifact) -> None:
         if mask.model_id != quantization.model_id:
@@ -194,7 +179,7 @@ class _Planner:
 
     def _check_gguf(self, model_id: str) -> None:
         """Refuse a model without a GGUF file. The worker later checks the tensor types of the file."""
-        model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)
+        model = rows.get(self.session, Model, tenant_id=self.tenant_id, row_id=model_id)
         if model.source["kind"] != "gguf":
             raise ApiError(
                 ProblemType.CONFLICT,
@@ -203,7 +188,7 @@ class _Planner:
             )
 
     def _check_adapter(self, adapter: Adapter, model_id: str) -> None:
-        sizes = self._sizes(model_id, adapter.scope)
+        sizes = self.sizes(model_id, adapter.scope)
         if sizes is None:
             return
         most = sizes.lora_rank if adapter.kind is AdapterKind.LORA else sizes.lora_fa_rank
@@ -219,13 +204,13 @@ class _Planner:
         if request.adapter is not None:
             self._check_adapter(request.adapter, request.model_id)
         quantization = self._quantization(request, request.quantization)
-        sizes = self._sizes(request.model_id)
+        sizes = self.sizes(request.model_id)
         return NOTHING if sizes is None else mask.then(quantization).then(package_needs(sizes))
 
     def _pooling(self, request: PoolingCreate) -> Needs:
         package = self._part(JobKind.PACKAGE, request.package_digest)
-        self._check_corpus(request.corpus_id)
-        sizes = self._sizes(package.model_id)
+        self.check_corpus(request.corpus_id)
+        sizes = self.sizes(package.model_id)
         if sizes is None:
             return NOTHING
         return pooling_needs(sizes, request, package_bytes=package.size_bytes)
@@ -243,22 +228,23 @@ class _Planner:
                 ProblemType.CONFLICT,
                 f"{request.rows} rows are too few for {request.variants} variants. Each variant needs a row.",
             )
-        if none_can_export(self._session):
+        if none_can_export(self.session):
             raise ApiError(
                 ProblemType.CONFLICT,
                 "No running worker can export programs. Start one with `permille[executorch]` installed.",
             )
-        sizes = self._sizes(package.model_id)
+        sizes = self.sizes(package.model_id)
         return NOTHING if sizes is None else export_needs(sizes)
 
-    def _sizes(self, model_id: str, scope: str = "all") -> Sizes | None:
-        model = rows.get(self._session, Model, tenant_id=self._tenant_id, row_id=model_id)
+    def sizes(self, model_id: str, scope: str = "all") -> Sizes | None:
+        """Return the sizes of a model, or None if they are unknown. Raises ApiError, NotFoundError."""
+        model = rows.get(self.session, Model, tenant_id=self.tenant_id, row_id=model_id)
         if model.config is None:
             return None
         with as_conflicts():
             return sizes_of(model.config, scope)
 
-    def _check_corpus(self, corpus_id: str | None, tokens: int = 0) -> None:
+    def check_corpus(self, corpus_id: str | None, tokens: int = 0) -> None:
         """Refuse a corpus whose file has fewer bytes than the request needs tokens.
 
         A token takes at least one byte. The exact number of tokens is known only after a job has read the
@@ -266,7 +252,7 @@ class _Planner:
         """
         if corpus_id is None:
             return
-        corpus = rows.get(self._session, Corpus, tenant_id=self._tenant_id, row_id=corpus_id)
+        corpus = rows.get(self.session, Corpus, tenant_id=self.tenant_id, row_id=corpus_id)
         # The text of a compressed file may be many times larger than the file.
         packed = str(corpus.source.get("path", "")).endswith(".gz")
         if corpus.size_bytes is not None and not packed and tokens > corpus.size_bytes:

@@ -11,9 +11,10 @@ from sqlalchemy.orm import Session
 
 from permille.schemas.fields import Closed, Page
 from permille.schemas.jobs import Job, JobKind, JobState
-from permille.schemas.kinds import WORK, WorkKind
+from permille.schemas.kinds import WORK
 from permille.schemas.packages import Build
 from permille.schemas.problems import ProblemType
+from permille.schemas.work import WorkKind
 from permille.store import artifacts, rows, tables
 from permille.store.artifacts import REPORT
 from permille.store.jobs import queue

@@ -6,19 +6,29 @@ Builds have no task, because they consist of other jobs (see `permille.store.job
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
+from typing import Final
 
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
 from permille_workers.runtime.context import PartsToAdd, Publish, Task, TaskContext
+from permille_workers.runtime.extension import worker_extensions
+
+_OWN: Final = (
+    *(JobKind.MASK, JobKind.SHARD, JobKind.QUANTIZATION, JobKind.PACKAGE),
+    *(JobKind.POOLING, JobKind.EXPORT, JobKind.REPLAY, JobKind.ROUND),
+)
 
 
-def _run(kind: JobKind, context: TaskContext) -> Publish | PartsToAdd:
+def _run(kind: JobKind, module: str, context: TaskContext) -> Publish | PartsToAdd:
     request = parse_request(kind, context.claim.payload)
-    made: Publish | PartsToAdd = import_module(f"permille_workers.tasks.{kind}").run(context, request)
+    made: Publish | PartsToAdd = import_module(module).run(context, request)
     return made
 
 
-TASKS: Mapping[str, Task] = {kind.value: partial(_run, kind) for kind in JobKind if kind is not JobKind.BUILD}
+_MODULES: Final = {kind: f"permille_workers.tasks.{kind}" for kind in _OWN} | {
+    kind: module for extension in worker_extensions() for kind, module in extension.tasks.items()
+}
+TASKS: Mapping[str, Task] = {kind.value: partial(_run, kind, module) for kind, module in _MODULES.items()}
 """The task of each kind of job.
 
 The module of a task is imported when the task runs. So a replay, for example, does not import torch.

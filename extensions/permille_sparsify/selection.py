@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from permille.errors import InputError
-from permille.pruning.plan import Pattern, PruningMethod
+from permille_sparsify.plan import Pattern, PruningMethod
 
 _BLOCK = 128  # SparseGPT chooses the weights to remove in blocks of this many columns
 # The smallest and largest number to add to the Gram matrix's diagonal, as shares of the diagonal's mean.

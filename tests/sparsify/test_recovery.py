@@ -13,8 +13,8 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
-from permille.pruning.plan import RecoveryPlan
-from permille.pruning.recovery import STEPS_A_CHECKPOINT, attach, recover, recover_model
+from permille_sparsify.plan import RecoveryPlan
+from permille_sparsify.recovery import STEPS_A_CHECKPOINT, attach, recover, recover_model
 from tests.unit.engines.tiny import tiny_model
 
 ROWS_NT = np.random.default_rng(0).integers(0, 60, (12, 10))

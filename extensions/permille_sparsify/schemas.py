@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from permille.pruning.plan import Pattern, PruningMethod, PruningPlan, RecoveryPlan
 from permille.schemas.fields import Closed, Id, Name, Seed, WholeNumber
 from permille.schemas.jobs import Result
+from permille_sparsify.plan import Pattern, PruningMethod, PruningPlan, RecoveryPlan
 
 _HALF = 0.5
 _LEARNING_RATE = 0.003
@@ -96,7 +96,7 @@ class Recovery(Closed):
         return min(self.steps * self.rows, _MOST_SEQUENCES)
 
     def plan(self, seed: int) -> RecoveryPlan:
-        """Return the options for `permille.pruning`."""
+        """Return the options for `permille_sparsify`."""
         return RecoveryPlan(
             steps=self.steps, rows=self.rows, rate=self.learning_rate, rank=self.rank, seed=seed
         )
@@ -130,7 +130,7 @@ class SparsificationCreate(Closed):
     recovery: Recovery | None = Field(default=None, description="fine-tuning of the remaining weights")
 
     def plan(self) -> PruningPlan:
-        """Return the options for `permille.pruning`."""
+        """Return the options for `permille_sparsify`."""
         pattern = None if self.pattern is None else Pattern.parse(self.pattern)
         # Without a rate, remove as many weights as the pattern allows: one half for both 2:4 and 4:8.
         own = _HALF if pattern is None else pattern.rate

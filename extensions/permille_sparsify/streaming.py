@@ -34,8 +34,8 @@ from permille.memory import give_back
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.layerwise import DecoderLayer, LayerStream
-from permille.pruning.plan import PruningMethod, PruningPlan
-from permille.pruning.selection import prune_linear
+from permille_sparsify.plan import PruningMethod, PruningPlan
+from permille_sparsify.selection import prune_linear
 
 _STATE = "state.json"
 Progress = Callable[[int, int], None]

@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from permille.choices import StreamedDataset
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.package.reader import Package, verify_package
+from permille.schemas.inputs import StreamedCorpus
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts, inputs, rows
 from permille.store.errors import ConflictError
 from permille.store.retention.collection import collect
 from permille.store.tables import Artifact, Job, Model
-from permille_workers.tasks.sparsification import _install
+from permille_sparsify.workers.task import _install
 from tests.unit.workers.conftest import Bench
 
 SPARSE = {"method": "wanda", "sequences": 6, "length": 32, "seed": 5, "evaluation_sequences": 4}
@@ -160,3 +162,21 @@ def test_a_sparse_model_can_be_removed_and_its_source_cannot(bench: Bench) -> No
     removed = collect(bench.db, bench.blobs, old).removed
     assert removed.keys() == {inputs.sparsified_path(row.digest), *(blob.digest for blob in row.blobs)}
     assert not folder_of(bench, row).exists()
+
+
+def test_a_job_whose_corpus_cannot_be_reached_opens_no_model(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    with bench.db.write() as session:
+        source = StreamedCorpus(kind="streamed", dataset=StreamedDataset.C4)
+        corpus = inputs.add_corpus(session, tenant_id=bench.tenant_id, name="c4", source=source)
+    job = bench.finish(JobKind.SPARSIFICATION, request_of(bench, corpus_id=corpus.id))
+    assert job.error is not None and "Cannot reach the hub for c4" in str(job.error["message"])
+    assert job.message == "reaching the corpus"
+    with bench.db.read() as session:
+        row = rows.get(session, Model, tenant_id=bench.tenant_id, row_id=bench.model.id)
+    assert row.digest is None, "the job has opened the model"

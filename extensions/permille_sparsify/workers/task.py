@@ -27,12 +27,12 @@ from permille.models.settings import within_positions
 from permille.package.manifest import decimal_text
 from permille.pipeline.draw import Sampling
 from permille.pipeline.inputs import SourceModel, versions
-from permille.pruning.streaming import LinearReport, PruningReport, PruningText, prune_model
 from permille.schemas.inputs import SparsifiedModel
-from permille.schemas.sparsifications import Recovery, SparsificationCreate
 from permille.store import artifacts, inputs
 from permille.store.artifacts import TaskResult
 from permille.store.retention.collection import hold
+from permille_sparsify.schemas import Recovery, SparsificationCreate
+from permille_sparsify.streaming import LinearReport, PruningReport, PruningText, prune_model
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.layers import report_blob
 from permille_workers.tasks.sources import model_facts, open_corpus, open_model, reach_corpus
@@ -164,8 +164,8 @@ def _pruned(
     Return its folder, the report of the pruning, and the final loss (None: not measured).
     """
     from permille.models.loading import load_model
-    from permille.pruning.recovery import recover_model
     from permille.quantization.perplexity import perplexity
+    from permille_sparsify.recovery import recover_model
 
     device, end = str(context.compute.torch_device), _PRUNED if trained_MT is None else _BEFORE_STEPS
 

@@ -11,15 +11,15 @@ from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import ReadReport, file_texts
 from permille.models.checkpoint import Checkpoint
 from permille.models.loading import FileTokenizer
-from permille.pruning.plan import PruningMethod
-from permille.pruning.streaming import PruningText, prune_model
 from permille.schemas.inputs import FileCorpus, FolderModel
 from permille.schemas.jobs import JobKind
-from permille.schemas.sparsifications import SparsificationCreate
 from permille.store import inputs
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
 from permille.store.tables import JobEvent
+from permille_sparsify.plan import PruningMethod
+from permille_sparsify.schemas import SparsificationCreate
+from permille_sparsify.streaming import PruningText, prune_model
 from tests.integration.job_site import job_site, wait_until
 from tests.packages import TINY_LLAMA
 from tests.tiny_model import write_corpus, write_model

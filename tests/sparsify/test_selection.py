@@ -6,8 +6,8 @@ import torch
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille.pruning.plan import Pattern, PruningMethod, PruningPlan
-from permille.pruning.selection import prune_linear, prune_mask
+from permille_sparsify.plan import Pattern, PruningMethod, PruningPlan
+from permille_sparsify.selection import prune_linear, prune_mask
 from tests.packages import TINY_LLAMA
 
 _HALF = Pattern(kept=2, of=4)

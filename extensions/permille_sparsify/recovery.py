@@ -34,9 +34,9 @@ from permille.files import write_atomic
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
-from permille.pruning.plan import RecoveryPlan
-from permille.pruning.streaming import copy_model, write_weight
 from permille.sensitivity.backward import check_sequences, differentiable
+from permille_sparsify.plan import RecoveryPlan
+from permille_sparsify.streaming import copy_model, write_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

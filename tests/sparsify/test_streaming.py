@@ -11,9 +11,9 @@ from permille.errors import InputError
 from permille.models.checkpoint import INDEX_FILE, Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.loading import load_model
-from permille.pruning.plan import Pattern, PruningMethod, PruningPlan
-from permille.pruning.streaming import PruningReport, PruningText, prune_model
 from permille.quantization.perplexity import perplexity
+from permille_sparsify.plan import Pattern, PruningMethod, PruningPlan
+from permille_sparsify.streaming import PruningReport, PruningText, prune_model
 from tests.packages import TINY_LLAMA
 from tests.tiny_model import write_model
 

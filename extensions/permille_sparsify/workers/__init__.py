@@ -1,0 +1,1 @@
+"""The workers' part of sparse models: the task."""

@@ -1,0 +1,60 @@
+"""The description of a kind of job, from which the programs make routes, commands and parsers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from permille.schemas.fields import EXAMPLE_ULID, Closed
+from permille.schemas.jobs import JobKind
+
+# Ids of the examples in the OpenAPI document. No row has them.
+MODEL: Final = f"model_{EXAMPLE_ULID}"
+CORPUS: Final = f"corpus_{EXAMPLE_ULID}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Additions of the command line to the description of a kind of job.
+
+    Attributes:
+        columns: the columns of its table, as dotted names of fields.
+        example: the options of the example in the help text.
+        then: the command that usually comes next. `{}` stands for the id of the result.
+    """
+
+    columns: tuple[str, ...]
+    example: str
+    then: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkKind:
+    """A kind of job in the REST API.
+
+    Attributes:
+        request: the pydantic model, or union of models, of the request. The payload of the job has the same
+            model.
+        record: the pydantic model of the result.
+        collection: the last part of the path, such as `masks` in `/v1/masks`. The group of commands has the
+            same name.
+        about: a description of the collection.
+        starts: a description of the operation that starts such a job.
+        shows: a description of the operation that shows the report, or None if there is no report.
+        examples: example requests, by their descriptions.
+        view: what the command line adds to this description.
+        key: the path parameter of a single record.
+        prefix: the prefix of ids, or None if a digest is the id.
+    """
+
+    kind: JobKind
+    # `Any`, because a union of models is not a class.
+    request: Any
+    record: type[Closed]
+    collection: str
+    about: str
+    starts: str
+    shows: str | None = None
+    examples: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    view: View
+    key: str
+    prefix: str | None
