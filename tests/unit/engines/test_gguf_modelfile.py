@@ -2,6 +2,7 @@
 
 import json
 import re
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from gguf import GGUFReader
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from permille.engines.gguf.export import GGUF_FILE, MODELFILE, export_gguf
-from permille.engines.gguf.modelfile import chat_parts, modelfile
+from permille.engines.gguf.modelfile import add_system, chat_parts, modelfile
 from permille.models.gguf.vocabulary import PromptRules
 from permille.package.blobs import BlobFolder
 from permille.quantization.types import Scheme
@@ -186,3 +187,13 @@ def test_an_unknown_form_is_said_in_the_modelfile(tmp_path: Path) -> None:
     written = (tmp_path / "mine" / MODELFILE).read_text()
     assert "add a TEMPLATE" in written
     assert 'TEMPLATE """' not in written
+
+
+def test_a_system_message_ends_only_at_its_own_marks(tmp_path: Path) -> None:
+    path = tmp_path / MODELFILE
+    path.write_text("FROM ./model.gguf\n")
+    add_system(path, 'My """cat""" is "Brumik"')
+    assert path.read_text() == 'FROM ./model.gguf\nSYSTEM """My "cat" is "Brumik"""\n'.replace(
+        'Brumik"', "Brumik"
+    )
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -1,5 +1,6 @@
 """Runs that make a memory: the choice of its parts, its file, and its life beside the state."""
 
+import json
 import stat
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +14,11 @@ from permille.errors import InputError, PackageError
 from permille.schemas.runs import Outcome
 from permille.training.strength import Strength
 from permille.trust.roles import Training
+from permille_agent.cli import main as cli
 from permille_agent.link.forget import forget
 from permille_agent.local.compare import compare
 from permille_agent.local.model import LocalModel, Sampling, Variant
+from permille_agent.local.replies import variant_of
 from permille_agent.state.models import reset, rollback
 from permille_agent.text.tokens import TokenizedDocument
 from permille_agent.training import evaluation
@@ -90,6 +93,7 @@ def test_the_best_of_state_memory_and_both_is_judged_and_used(device: Device) ->
             for variant in model.variants[:2]
         )
         assert with_memory != without
+        assert variant_of(model, "personal-no-memory:latest") is Variant.PERSONAL_WITHOUT_MEMORY
         side = compare(device.home, model, data_paths=[], prompts=["On"], sampling=Sampling())
         assert side.losses.parts == parts
     with LocalModel(device.home, RememberingBigramEngine, memory=False) as model:
@@ -282,3 +286,26 @@ def test_a_short_text_that_would_lose_an_answer_is_not_remembered(
     result = train(replace(device, text=user_text(tmp_path, 20)))
     assert result.outcome is Outcome.KEPT_BASE
     assert result.message.startswith('it would lose the answer to "Why?"')
+
+
+def test_exports_say_that_the_memory_stays_behind(
+    device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(device)
+
+    def export(name: str, *more: str) -> dict[str, Any]:
+        command = ["--home", str(device.home.root), "export", str(tmp_path / name), *more, "--json"]
+        assert cli.main(command) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    assert export("plain")["memory"] == "stays on this device"
+    assert "memory" not in export("base", "--base")
+    gguf = ("--format", "gguf", "--type", "f32")
+    assert export("alone", *gguf)["memory"] == "stays on this device"
+    assert "SYSTEM" not in (tmp_path / "alone/Modelfile").read_text()
+    assert export("told", *gguf, "--memory-text")["memory"] == "in the Modelfile as text"
+    with LocalModel(device.home, RememberingBigramEngine) as model:
+        assert model.memory_text()[:40] in (tmp_path / "told/Modelfile").read_text()
+    refused = ["--home", str(device.home.root), "export", str(tmp_path / "no"), "--memory-text"]
+    assert cli.main(refused) == 3
