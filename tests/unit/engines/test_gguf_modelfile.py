@@ -193,7 +193,6 @@ def test_a_system_message_ends_only_at_its_own_marks(tmp_path: Path) -> None:
     path = tmp_path / MODELFILE
     path.write_text("FROM ./model.gguf\n")
     add_system(path, 'My """cat""" is "Brumik"')
-    assert path.read_text() == 'FROM ./model.gguf\nSYSTEM """My "cat" is "Brumik"""\n'.replace(
-        'Brumik"', "Brumik"
-    )
+    expected = 'FROM ./model.gguf\nSYSTEM """My "cat" is "Brumik"""\n'
+    assert path.read_text() == expected
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
