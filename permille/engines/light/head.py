@@ -182,9 +182,12 @@ class LightHead:
     def _run(
         self, hidden_RH: Array, target_R: NDArray[np.int64], soft: SoftTargets | None, *, gradients: bool
     ) -> list[_Running]:
+        # Cut the few rows of a gradient for all threads. Cut those of losses into fixed numbers, so that the
+        # loss of a variant has the same bits beside any other variants.
+        share = -(-len(target_R) // self._tools.threads.count) if gradients else _BLOCK_ROWS
         parts = [
             _begin(hidden_RH[rows], target_R[rows], None if soft is None else soft.rows(rows), gradients)
-            for rows in blocks(len(target_R), _BLOCK_ROWS)
+            for rows in blocks(len(target_R), max(1, min(share, _BLOCK_ROWS)))
         ]
         for rows in self._blocks:
             # Convert each block once for all rows.
@@ -237,7 +240,7 @@ class LightHead:
             moved = slice(rows.start + part.start, rows.start + part.stop)
             self._table.block(moved, out_BH[part].reshape(-1))
 
-        self._tools.threads.each(widen, blocks(len(out_BH), 128))
+        self._tools.threads.each(widen, blocks(len(out_BH), -(-len(out_BH) // self._tools.threads.count)))
         return out_BH
 
     def _weight(self, rows: slice) -> Array:

@@ -58,7 +58,7 @@ _NUMBERS = 1 << 17
 # The largest number of attention scores, and the largest number of products of tokens and masked weights,
 # that are in memory at a time (for each thread).
 _SCORES = 1 << 20
-_PRODUCTS = 1 << 16
+_PRODUCTS = 1 << 18
 
 
 class ReversePass:
@@ -421,20 +421,23 @@ def attention_back(scores: AttentionScores, heads: Heads, d: Heads) -> None:
 def linear_back(tools: Tools, layer: LightLinear, value_K: Array, d_out_MN: Array, d_x_MK: Array) -> None:
     """Add `d_out W` to `d_x`. All threads decode a tile of W together, and then all of them read it."""
     pool, value_C = tools.threads, value_K[layer.span]
-    parts = blocks(len(d_x_MK), -(-len(d_x_MK) // pool.count))
-    # Cut the tiles as for a single thread, because all threads share each tile here.
-    for rows in layer.tiles(1):
-        height = rows.stop - rows.start
-        tile_RK = pool.scratch("weight", height * layer.columns).reshape(height, -1)
+    tiles = layer.tiles(1)
+    shares = [tiles[start :: pool.count] for start in range(min(pool.count, len(tiles)))]
+    # Each thread sums the products of its own tiles. The sums are added in the order of the shares, so the
+    # result depends only on the number of threads.
+    sums = [d_x_MK, *(np.zeros_like(d_x_MK) for _ in shares[1:])]
 
-        def fill(part: slice, first: int = rows.start, tile_RK: Array = tile_RK) -> None:
-            layer.fill(slice(first + part.start, first + part.stop), value_C, tile_RK[part])
+    def work(share: int) -> None:
+        for rows in shares[share]:
+            tile_RK = pool.scratch("weight", (rows.stop - rows.start) * layer.columns).reshape(
+                -1, layer.columns
+            )
+            layer.fill(rows, value_C, tile_RK)
+            tools.blas.add_product(d_out_MN[:, rows], tile_RK, sums[share])
 
-        def product(part: slice, rows: slice = rows, tile_RK: Array = tile_RK) -> None:
-            tools.blas.add_product(d_out_MN[part, rows], tile_RK, d_x_MK[part])
-
-        pool.each(fill, blocks(height, -(-height // pool.count)))
-        pool.each(product, parts)
+    pool.each(work, range(len(shares)))
+    for other_MK in sums[1:]:
+        d_x_MK += other_MK
     if layer.adapter is not None:
         layer.adapter.add_back(tools.blas, d_out_MN, value_K, d_x_MK)
 

@@ -7,8 +7,9 @@ number of threads.
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import numpy as np
@@ -23,24 +24,33 @@ class Threads:
     def __init__(self, count: int | None) -> None:
         """Start `count` threads. None starts one for each processor that the process may use."""
         self.count = count or available_processors()
-        self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="permille") if self.count > 1 else None
+        # The calling thread works, too.
+        others = self.count - 1
+        self._pool = ThreadPoolExecutor(others, thread_name_prefix="permille") if others else None
         self._own = threading.local()
 
     def each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
-        """Call `work` with every item. Return when all are done; raise the error of the first that failed."""
-        if self._pool is None or len(items) == 1:
-            with np.errstate(all="ignore"):  # NaN is a valid result here, and makes the loss NaN
-                for item in items:
-                    work(item)
-            return
+        """Call `work` with every item. Return when all are done; raise the error of one that failed."""
+        left = deque(items)
 
-        # Each thread has its own error state of numpy, so each task sets the state.
-        def quietly(item: T) -> None:
+        def work_off() -> None:
+            # Each thread has its own error state of numpy. NaN is valid here, and makes the loss NaN.
             with np.errstate(all="ignore"):
-                work(item)
+                while left:
+                    try:
+                        item = left.popleft()
+                    except IndexError:  # another thread took it
+                        return
+                    work(item)
 
-        for _ in self._pool.map(quietly, items):
-            pass
+        # A thread takes the next task by itself, because a future for each of thousands costs too much.
+        others = [] if self._pool is None else [self._pool.submit(work_off) for _ in items[1 : self.count]]
+        try:
+            work_off()
+        finally:
+            wait(others)  # they write to the caller's memory
+        for other in others:
+            other.result()
 
     def scratch(self, name: str, size: int) -> NDArray[np.float32]:
         """Return memory of the calling thread for `size` float32 numbers.
