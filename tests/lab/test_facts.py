@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from permille_lab.people.user_texts import User
-from permille_lab.real.facts import FACTS, Recall, _is_right, _with_facts, measure
+from permille_lab.real.facts import FACTS, TRAINED, UNTRAINED, Recall, _is_right, _with_facts, measure
 from tests.packages import CHATML, sentences, tiny_package
 
 
@@ -31,13 +31,13 @@ def test_every_fact_has_its_answer_and_every_question_lacks_it() -> None:
     assert not _is_right("He owns 14th place", ["14"])
 
 
-@pytest.mark.parametrize("recall", [Recall.PASSAGES, Recall.STATE])
-def test_a_contender_answers_all_questions(tmp_path: Path, recall: Recall) -> None:
+@pytest.mark.parametrize("contenders", [UNTRAINED, TRAINED])
+def test_contenders_answer_all_questions(tmp_path: Path, contenders: tuple[Recall, ...]) -> None:
     package = tiny_package(tmp_path, chat_template=CHATML, config={"max_position_embeddings": 1024})
     user = User(name="nobody", documents=tuple({"text": text} for text in sentences(320)))
 
-    result = measure(package, user, recall, steps=2, threads=1)
+    result = measure(package, user, contenders, steps=2, threads=1)
 
-    assert len(result["right"]) == len(result["answers"]) == len(FACTS)
-    assert sum(result["kinds"].values()) == sum(result["right"])
-    assert (result["outcome"] is None) == (recall is Recall.PASSAGES)
+    assert list(result["right"]) == list(result["answers"]) == list(contenders)
+    assert {len(right) for right in result["right"].values()} == {len(FACTS)}
+    assert (result["outcome"] is None) == (contenders is UNTRAINED)

@@ -379,12 +379,10 @@ def main() -> None:
             speaker = next(user for user in speakers if user.name == _SPEAKER)
             authors = [ring[0], facts.diary(data, "pepys"), facts.diary(data, "muir"), speaker, ring[1]]
             authors = authors[: options.people + 1]
-            for recall, user in product(facts.Recall, authors):
-                settings = {"text": user.name, "recall": recall.value, "seed": seed, "steps": STEPS}
-                # The base sees no text, so one cell is enough.
-                if recall is not facts.Recall.BASE or user is ring[0]:
-                    measure = partial(facts.measure, main_bench.package, user, recall, steps=STEPS, threads=1)
-                    cells.once("facts", settings, measure)
+            for contenders, user in product((facts.UNTRAINED, facts.TRAINED), authors):
+                settings = {"text": user.name, "contenders": list(contenders), "seed": seed, "steps": STEPS}
+                measure = partial(facts.measure, main_bench.package, user, contenders, steps=STEPS, threads=1)
+                cells.once("facts", settings, measure)
         if "frontier" in options.figures:
             for method, trainable in product(options.frontier_methods, map(Trainable, options.trainables)):
                 told = TrainOptions.of(_METHODS[method], seed=seed, steps=STEPS)

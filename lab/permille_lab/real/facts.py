@@ -4,17 +4,17 @@ Twenty made-up facts of five kinds (`facts.json`) are spread over a text, and ea
 answer is right if it has one of the right words among its first 24 tokens. Contenders:
 
     base           the model alone, without the text
-    state          the agent's training on the text with the facts
-    passages       the model with the passages that the agent's search finds
-    both           the state with the passages
+    passages       the base with the passages that the agent's search finds
+    state          the agent's training on the text with the facts, without its memory
+    memory         the same with the memory, if the agent has adopted one
+    all            the same with the memory and the passages
 
-    measure(package, diary(data, "pepys"), Recall.PASSAGES, steps=20, threads=1)
+    measure(package, diary(data, "pepys"), UNTRAINED, steps=20, threads=1)
 """
 
 import json
 import re
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +22,7 @@ from pathlib import Path
 from permille.package.reader import Package
 from permille_agent.embed import (
     EngineChoice,
+    Home,
     LocalModel,
     RunContext,
     Sampling,
@@ -45,9 +46,14 @@ class Recall(StrEnum):
     """A contender."""
 
     BASE = "base"
-    STATE = "state"
     PASSAGES = "passages"
-    BOTH = "both"
+    STATE = "state"
+    MEMORY = "memory"
+    ALL = "all"
+
+
+UNTRAINED = (Recall.BASE, Recall.PASSAGES)
+TRAINED = (Recall.STATE, Recall.MEMORY, Recall.ALL)
 
 
 def diary(data: Path, name: str) -> User:
@@ -56,29 +62,44 @@ def diary(data: Path, name: str) -> User:
     return User(name=name, documents=tuple({"text": json.loads(row)["text"]} for row in rows))
 
 
-def measure(package: Package, user: User, recall: Recall, *, steps: int, threads: int) -> Result:
-    """Return the questions that a contender answers rightly, and the number of right answers of each kind."""
+def measure(
+    package: Package, user: User, contenders: Sequence[Recall], *, steps: int, threads: int
+) -> Result:
+    """Return which questions each contender answers rightly, in the order of `FACTS`, and the answers.
+
+    Args:
+        package: the package.
+        user: the person.
+        contenders: `UNTRAINED`, or `TRAINED`, which share one training.
+        steps: number of steps of the training.
+        threads: threads of the engine.
+    """
     with tempfile.TemporaryDirectory() as folder:
         home, path = open_home(Path(folder) / "home"), Path(folder) / "text.jsonl"
         rows = ({"text": text} for text in _with_facts([own_words(document) for document in user.documents]))
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         install_package(home, package)
-        chosen = EngineChoice(threads=threads)
-        outcome = None
-        if recall in (Recall.STATE, Recall.BOTH):
-            options = TrainOptions(steps=steps)
-            outcome = run_training(home, [path], options, RunContext(engine_of=chosen)).outcome.value
+        chosen, outcome = EngineChoice(threads=threads), None
+        if set(contenders) & {*TRAINED}:
+            told, context = TrainOptions(steps=steps), RunContext(engine_of=chosen)
+            outcome = run_training(home, [path], told, context).outcome.value
         else:
             index_text(home, read_documents([path])[0], [path])
-        with LocalModel(home, chosen, notes=recall in (Recall.PASSAGES, Recall.BOTH)) as model:
-            answers = [_answer(model, fact["question"]) for fact in FACTS]
-    right = [_is_right(answer, fact["right"]) for answer, fact in zip(answers, FACTS, strict=True)]
-    kinds = Counter(fact["kind"] for fact, is_right in zip(FACTS, right, strict=True) if is_right)
-    return {"right": list(map(int, right)), "kinds": dict(kinds), "outcome": outcome, "answers": answers}
+        answers = {recall.value: _answers(home, chosen, recall) for recall in contenders}
+    right = {
+        recall: [int(_is_right(answer, fact["right"])) for answer, fact in zip(given, FACTS, strict=True)]
+        for recall, given in answers.items()
+    }
+    return {"outcome": outcome, "right": right, "answers": answers}
 
 
-def _answer(model: LocalModel, question: str) -> str:
-    return "".join(model.reply([("user", question)], model.variants[0], _GREEDY)[1])
+def _answers(home: Home, chosen: EngineChoice, recall: Recall) -> list[str]:
+    memory, notes = (
+        recall in group for group in ({Recall.MEMORY, Recall.ALL}, {Recall.PASSAGES, Recall.ALL})
+    )
+    with LocalModel(home, chosen, memory=memory, notes=notes) as model:
+        asked = [[("user", fact["question"])] for fact in FACTS]
+        return ["".join(model.reply(turns, model.variants[0], _GREEDY)[1]) for turns in asked]
 
 
 def _is_right(answer: str, words: Sequence[str]) -> bool:

@@ -222,7 +222,7 @@ def _facts(cells: Cells) -> pd.DataFrame:
     rows: dict[str, dict[str, str]] = {}
     for settings, result in cells.of("facts"):
         row = rows.setdefault(settings["text"], {"text": settings["text"]})
-        row[settings["recall"]] = f"{sum(result['right'])} of {len(result['right'])}"
+        row |= {recall: f"{sum(right)} of {len(right)}" for recall, right in result["right"].items()}
     return pd.DataFrame(list(rows.values())).fillna("")
 
 
