@@ -1,5 +1,6 @@
 """Commands about the state of this device: status, data, rollback, reset, forget."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +29,7 @@ from permille_agent.state.lock import hold_lock
 
 if TYPE_CHECKING:
     from permille_agent.state.models import Active
+    from permille_agent.text.report import DataReport
 
 data = typer.Typer(
     no_args_is_help=True,
@@ -77,20 +79,13 @@ def data_add(
     Your files stay where they are. An index with a copy of their text is written to the home folder, which
     only you can read. `chat`, `generate --chat` and `serve` find passages in it that fit a question.
     """
-    from permille_agent.text.notes import index_text
-    from permille_agent.text.reading import survey
-
     home = home_of(context)
     paths = [path.expanduser() for path in paths]
     # Wait a few seconds for other short commands. A download or a training may hold the lock for hours.
     with hold_lock(home, "data", wait_s=10.0):
         known = add_references(home, paths)
     # Read the files after the lock is released, because reading many files takes long.
-    documents, report = survey(paths)
-    try:
-        index_text(home, documents, paths)
-    except OperatorError as exc:  # training does not need the index
-        echo(str(exc), err=True)
+    report = _index(home, paths)
     document = {
         "data": [str(path) for path in known],
         "text": report.summary(),
@@ -117,15 +112,14 @@ def data_repair(context: typer.Context, as_json: JsonOption = False) -> None:
     Your files stay as they are. This keeps each path that can still be read, and shows them. Add the missing
     ones again with `permille-agent data add`. The index of your text is built again from these paths.
     """
-    from permille_agent.text.notes import erase_index, index_text
-    from permille_agent.text.reading import survey
+    from permille_agent.text.notes import erase_index
 
     home = home_of(context)
     with hold_lock(home, "data", wait_s=10.0):
         kept = repair_references(home)
     erase_index(home)
     if kept:
-        index_text(home, survey(kept)[0], kept)
+        _index(home, kept)
     show({"data": [str(path) for path in kept]}, as_json=as_json)
 
 
@@ -155,6 +149,19 @@ def data_remove(
         if added or not (erased or memories):
             left = remove_references(home, added or paths)
     show({"data": [str(path) for path in left], "memories_erased": memories}, as_json=as_json)
+
+
+def _index(home: Home, paths: Sequence[Path]) -> "DataReport":
+    """Read the text of these paths and index it. Without an index, everything but its passages works."""
+    from permille_agent.text.notes import index_text
+    from permille_agent.text.reading import survey
+
+    documents, report = survey(paths)
+    try:
+        index_text(home, documents, paths)
+    except OperatorError as exc:
+        echo(str(exc), err=True)
+    return report
 
 
 def rollback(context: typer.Context, as_json: JsonOption = False) -> None:

@@ -182,6 +182,10 @@ def _opened(home: Home) -> Iterator[sqlite3.Connection]:
             index.execute(_TABLE)
             yield index
     except sqlite3.Error as exc:
+        if "no such module" in str(exc):
+            raise OperatorError(
+                "Your notes are not searched, because this Python's SQLite lacks FTS5."
+            ) from exc
         raise OperatorError(
             f"The index of your notes, {home.notes}, cannot be used: {exc}. Run `permille-agent data repair` "
             "to build it again."
