@@ -40,6 +40,7 @@ MAX_TEST_TOKENS = 20_000
 MAX_SELECT_TOKENS = 4_000
 NEEDED_TOKENS = MIN_TEST_TOKENS + MIN_SELECT_TOKENS + MIN_TRAIN_TOKENS
 LITTLE_TOKENS = 1_000  # smallest number of target tokens of a short text
+REMEMBERED_TOKENS = 100  # smallest number of target tokens of a text of which only a memory is made
 PARTS = 4
 LITTLE_GROUP_TOKENS = 24
 """Target tokens per group when a short text is judged, so that 1,000 tokens give enough groups."""
@@ -164,14 +165,14 @@ def prepare_untested(documents: Sequence[Document], tokenizer: TextTokenizer, *,
     """Tokenize a text that is too short for a test. A memory can still be made of it.
 
     Raises:
-        InputError: no document has a token that counts.
+        InputError: there are fewer than `REMEMBERED_TOKENS` tokens.
         PackageError: the tokenizer or the chat template breaks a limit.
     """
     known, tokenized = tokenize(documents, tokenizer, row_tokens=row_tokens)
-    if not known:
-        raise InputError("There is no text to remember.")
     counts = dict.fromkeys(Split, SplitCount(tokens=0, documents=0))
     total = sum(document.targets for document in tokenized)
+    if total < REMEMBERED_TOKENS:
+        raise InputError(f"A memory needs at least {REMEMBERED_TOKENS} tokens of text, got {total}.")
     return Prepared(
         train=[],
         select=[],

@@ -270,11 +270,14 @@ def test_a_text_that_is_too_short_for_a_test_becomes_a_memory(device: Device, tm
         assert short.outcome is Outcome.REFUSED_DATA
 
 
-@pytest.mark.parametrize("changes", [{"memory": 0}, {"share_state": True}, {"engine_of": bigram_engine}])
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [(20, {"memory": 0}), (20, {"share_state": True}), (20, {"engine_of": bigram_engine}), (3, {})],
+)
 def test_a_short_text_is_refused_where_no_memory_is_made(
-    device: Device, tmp_path: Path, changes: dict[str, Any]
+    device: Device, tmp_path: Path, rows: int, changes: dict[str, Any]
 ) -> None:
-    result = train(replace(device, text=user_text(tmp_path, 20)), **changes)
+    result = train(replace(device, text=user_text(tmp_path, rows)), **changes)
     assert result.outcome is Outcome.REFUSED_DATA
     assert "There is too little text" in result.message
 
