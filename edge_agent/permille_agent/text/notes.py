@@ -42,6 +42,8 @@ LEAST_COVERED: Final = 0.4
 
 With a larger share, more questions about the notes find nothing, and a model then invents an answer. With a
 smaller one, more general questions get a passage, which costs some reading: their answers stay right."""
+CLOSE: Final = 0.7
+"""Share of the best passage's part of the question's words, which any other passage must have."""
 _WAIT_S: Final = 30.0  # for another process that writes
 _TABLE: Final = (
     "CREATE VIRTUAL TABLE IF NOT EXISTS passages USING fts5(text, source UNINDEXED, "
@@ -160,7 +162,9 @@ def find_passages(home: Home, question: str) -> tuple[Passage, ...]:
             for row, below_zero in found:
                 rank[row] -= below_zero
                 covered[row] += weight
-        fitting = [row for row in rank if covered[row] >= LEAST_COVERED * total]
+        # A passage with half of what the best one has would only distract the model.
+        least = max(LEAST_COVERED * total, CLOSE * max(covered.values(), default=0.0))
+        fitting = [row for row in rank if covered[row] >= least]
         best = sorted(fitting, key=lambda row: (rank[row], -row))[-MOST_PASSAGES:]
         select = "SELECT source, text FROM passages WHERE rowid = ?"
         return tuple(
