@@ -8,6 +8,7 @@ translation there and back can lose something. An export with the keys of the fi
 then reads the new file as it read the old one.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,14 @@ from permille.models.families import expected_tensors
 from permille.models.gguf.config import ROPE_FACTORS, read_model
 from permille.models.gguf.description import Description, describe
 from permille.models.gguf.file import GgufFile
-from permille.models.gguf.tokenizer import adds_bos, chat_template, special_texts, token_texts
-from permille.models.gguf.vocabulary import PromptRules, token_ids
+from permille.models.gguf.tokenizer import (
+    adds_bos,
+    chat_template,
+    special_texts,
+    token_texts,
+    tokenizer_files,
+)
+from permille.models.gguf.vocabulary import PromptRules, reading_rules, token_ids
 from permille.tokenizer_files import ReadFile
 
 OF_THE_WEIGHTS = (
@@ -68,6 +75,10 @@ class Original:
         # The file may have placeholders where the package has no token.
         own_texts = {f"token {number}": text for text, number in token_ids(read).items()}
         _compare(file, texts | own_texts, texts)
+        # Without a list of merges, the scores decide, and the export keeps those of the file.
+        merged = "tokenizer.ggml.merges" in file.metadata
+        own_rules, rules = (reading_rules(r, with_merges=merged) for r in (read, _files_of(file).get))
+        _compare(file, own_rules, rules)
         eot = file.metadata.get("tokenizer.ggml.eot_token_id")
         end = {"eot": tokens[eot]} if isinstance(eot, int) and 0 <= eot < len(tokens) else {}
         self.prompt = PromptRules(
@@ -82,6 +93,10 @@ class Original:
             # The writer cannot write an empty list. llama.cpp reads such a list as it reads a missing key.
             if key not in OF_THE_WEIGHTS and value != []:
                 writer.add_key_value(key, _encoded(value), *self._file.types[key])
+
+
+def _files_of(file: GgufFile) -> dict[str, bytes]:
+    return {name: json.dumps(document).encode() for name, document in tokenizer_files(file).items()}
 
 
 def _properties(description: Description) -> dict[str, object]:

@@ -114,6 +114,20 @@ def token_ids(read: ReadFile) -> dict[str, int]:
         return _ids(read_object(read("tokenizer.json")))
 
 
+def reading_rules(read: ReadFile, *, with_merges: bool) -> dict[str, object]:
+    """Return by names for messages whether BOS begins a text, and the merges of a tokenizer.
+
+    Raises:
+        InputError: a file is malformed.
+    """
+    with _known_form():
+        files, document = TokenizerFiles.read(read), read_object(read("tokenizer.json"))
+        merges = (document["model"].get("merges") or []) if with_merges else []
+        pairs = (pair if isinstance(pair, str) else " ".join(pair) for pair in merges)
+        begins = bool(_around(document)[0]) or files.add_bos
+        return {"bos at the begin of a text": begins, **{f"merge {n}": pair for n, pair in enumerate(pairs)}}
+
+
 @contextmanager
 def _known_form() -> Iterator[None]:
     try:

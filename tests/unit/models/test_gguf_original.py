@@ -141,9 +141,19 @@ def test_a_file_of_another_model_is_refused_before_a_tensor_is_written(
     package = packed(file, tmp_path / "package")
     tokens = list(GgufFile(file).metadata["tokenizer.ggml.tokens"])
     tokens[300], tokens[301] = tokens[301], tokens[300]
+    merges = list(GgufFile(file).metadata["tokenizer.ggml.merges"])
+    merges[0], merges[1] = merges[1], merges[0]
     cases: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         ("llama", {}, {"tokenizer.ggml.tokens": tokens}, "its token 300 is"),
         ("llama", {}, {"tokenizer.ggml.tokens": tokens[:300]}, "its token 300 is None"),
+        ("llama", {}, {"tokenizer.ggml.merges": merges}, "its merge 0 is"),
+        ("llama", {}, {"tokenizer.ggml.merges": merges[2:]}, "its merge 0 is"),
+        (
+            "llama",
+            {},
+            {"tokenizer.ggml.add_bos_token": True},
+            "its bos at the begin of a text is True",
+        ),
         ("llama", {}, {"llama.rope.freq_base": 5e5}, r"its llama.rope.freq_base is 500000.0, not 10000.0"),
         ("llama", {"num_hidden_layers": 3}, {}, "its llama.block_count is 3, not 2"),
         ("llama", {"intermediate_size": 96}, {}, "its llama.feed_forward_length is 96, not 44"),
