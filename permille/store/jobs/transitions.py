@@ -19,7 +19,7 @@ from permille.store import rows
 from permille.store.database import now
 from permille.store.ids import Prefix, new_id
 from permille.store.tables import Device, Job, JobEvent, Run, Tenant
-from permille.version import __version__
+from permille.version import RESULTS, __version__
 
 DEFAULT_MAX_ATTEMPTS = 3
 # The state is written into the statement as a literal, since a partial index is not used for a bound value.
@@ -80,10 +80,10 @@ def insert(session: Session, new: NewJob) -> Job:
 def request_digest(kind: str, payload: Mapping[str, object]) -> str:
     """Return a key that equal requests share.
 
-    The key includes the version of permille, since another version may give another result.
+    The key includes the version of permille and of its results, since another may give another result.
     """
     # Sort the keys, so that the order of fields in a request makes no difference.
-    request = json.dumps([__version__, str(kind), payload], sort_keys=True)
+    request = json.dumps([__version__, RESULTS, str(kind), payload], sort_keys=True)
     return hashlib.sha256(request.encode()).hexdigest()
 
 

@@ -8,11 +8,12 @@ from permille.store.artifacts import TaskResult
 from permille.store.database import Database
 from permille.store.errors import ConflictError, NotFoundError
 from permille.store.ids import Prefix, new_id
-from permille.store.jobs import claims, queue
+from permille.store.jobs import claims, queue, transitions
 from permille.store.jobs.claims import Claim
 from permille.store.jobs.transitions import NewJob
 from permille.store.rows import Window
 from permille.store.tables import Job
+from permille.version import RESULTS
 from tests.artifacts import PARTS, add_artifact, some_model
 from tests.unit.store.conftest import Clock
 
@@ -244,3 +245,12 @@ def test_events_are_numbered_without_gaps_and_resume_after_any(
         "succeeded",
     ]
     assert [event.seq for event in late] == [5, 6]
+
+
+def test_a_change_of_results_makes_equal_requests_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = transitions.request_digest("mask", {"seed": 1, "density": 0.1})
+    assert transitions.request_digest("mask", {"density": 0.1, "seed": 1}) == before
+    for name, value in (("RESULTS", RESULTS + 1), ("__version__", "0.1.1")):
+        with monkeypatch.context() as other:
+            other.setattr(transitions, name, value)
+            assert transitions.request_digest("mask", {"seed": 1, "density": 0.1}) != before
