@@ -266,7 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._origin_allowed():
             raise _RequestError(
                 HTTPStatus.FORBIDDEN,
-                f"Pages of {self.headers.get('Origin')!r:.100} may not send requests. Start "
+                f"Pages of the origin {self.headers.get('Origin', '')!r:.100} may not send requests. Start "
                 "`permille-agent serve` with `--allow-origin` and their origin.",
             )
         self.send_response(HTTPStatus.NO_CONTENT)
@@ -292,6 +292,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_text(HTTPStatus.OK, "text/plain; charset=utf-8", b"Ollama is running")
 
     def _post(self, body: bytes) -> None:
+        if (coding := self.headers.get("Content-Encoding", "identity").lower()) != "identity":
+            raise _RequestError(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                f"The body has the coding {coding!r:.40}. Send it without Content-Encoding.",
+            )
         self._send(self._interface.post(self.server.model, self._asked(), body))
 
     def _body(self) -> bytes:

@@ -1,5 +1,6 @@
 """Tests of the local server: the interfaces of OpenAI and Ollama, and access control."""
 
+import gzip
 import http.client
 import json
 import socket
@@ -236,6 +237,13 @@ def test_pages_of_named_origins_may_ask_and_no_others(server: LocalServer) -> No
 def test_only_origins_of_this_machine_can_be_allowed(origin: str) -> None:
     with pytest.raises(InputError, match=r"like http://localhost:3000"):
         Access(token=TOKEN, token_file=Path("serve.token"), origins=(origin,))
+
+
+def test_a_body_with_a_coding_is_refused_by_its_name(server: LocalServer) -> None:
+    status, answer, _ = _ask(
+        server, "POST", "/v1/completions", raw=gzip.compress(b"{}"), headers={"Content-Encoding": "gzip"}
+    )
+    assert (status, b"'gzip'" in answer) == (415, True)
 
 
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN + "x", TOKEN[:-1], "ünïcode"])
