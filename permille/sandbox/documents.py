@@ -47,10 +47,31 @@ _QUOTED: Final = re.compile(r"^[ \t]*>.*\n?", re.MULTILINE)
 _ATTRIBUTION: Final = re.compile(
     r"^(?!>)[^\n]{0,120}\d[^\n]{0,120}(?:\n(?!>)[^\n]{1,120})?:[ \t]*\n\s*(?=>)", re.MULTILINE
 )
-# The header that some programs put above a whole quoted mail.
+# The header that some programs put above a whole quoted mail, in the language of its sender. A list of a
+# person may look alike, so the names of the fields count. Without a rule above it, three fields are needed.
+_FROM: Final = "From|Von|De|Da|Van|Fra|Från|Lähettäjä|Od|От|Від|Kimden|Feladó|差出人|发件人|寄件者|보낸 사람"
+_FIELDS: Final = (
+    "Sent|Date|To|Subject|Gesendet|Datum|An|Betreff|Envoyé|À|Objet|Enviado(?: el)?|Fecha|Para|Asunto|Inviato"
+    "|Data|A|Oggetto|Verzonden|Aan|Onderwerp|Enviada(?: em)?|Assunto|Sendt|Dato|Til|Emne|Skickat|Till|Ämne"
+    "|Lähetetty|Vastaanottaja|Aihe|Wysłano|Wysłane|Do|Temat|Odesláno|Komu|Předmět|Отправлено|Дата|Кому|Тема"
+    "|送信日時|宛先|件名|发送时间|收件人|主题|寄件日期|收件者|主旨|보낸 날짜|받는 사람|제목"
+)
 _ORIGINAL: Final = re.compile(
-    r"^(?:[ \t]*-{3,}[^\n]{3,40}-{3,}[ \t]*|[ \t]*_{10,}[ \t]*)\n\s*(?=[^\n:]{2,12}: ).*",
+    rf"^(?:[ \t]*(?:-{{3,20}}[^\n]{{3,40}}-{{3,20}}|_{{10,99}})[ \t]*\n\s*\*?(?:{_FROM}|{_FIELDS}) ?[:：]"
+    rf"|\*?(?:{_FROM}) ?[:：][^\n]*\n(?:\*?(?:{_FIELDS}|Cc|CC) ?[:：][^\n]*\n){{2}}).*",
     re.MULTILINE | re.DOTALL,
+)
+# The lines that PGP puts around a text that it signs. A signature has few and short lines.
+_SIGNED: Final = re.compile(
+    r"^-----BEGIN PGP SIGNED MESSAGE-----\n(?:[\w-]{1,40}: [^\n]*\n){0,9}\n"
+    r"|^-----BEGIN PGP SIGNATURE-----\n(?:[^-\n][^\n]{0,99}\n|\n){0,99}-----END PGP SIGNATURE-----\n?",
+    re.MULTILINE,
+)
+# The last line of programs for phones.
+_SENT_FROM: Final = re.compile(
+    r"\n(?:Sent from my [^\n]{1,40}|Von meinem [^\n]{1,40} gesendet|Envoyé de(?:puis)? mon [^\n]{1,40}"
+    r"|Enviado desde mi [^\n]{1,40}|Inviato da(?:l mio)? [^\n]{1,40}|Enviado do meu [^\n]{1,40}"
+    r"|Verstuurd vanaf mijn [^\n]{1,40}|Get Outlook for [^\n]{1,80}|Outlook für [^\n]{1,80} beziehen)\s*\Z"
 )
 
 
@@ -305,7 +326,9 @@ def _mail(data: bytes) -> Extracted:
     if not parts:
         return Extracted(reason="a mail without text")
     text = "\n\n".join(part.text for part in parts).replace("\r\n", "\n")
+    text = _SIGNED.sub("", text)
     text = _ORIGINAL.sub("", _QUOTED.sub("", _ATTRIBUTION.sub("", text)))
+    text = _SENT_FROM.sub("\n", text)
     text = re.sub(r"\n{3,}", "\n\n", text)
     charset = next((part.charset for part in parts if part.charset != "utf-8"), "utf-8")
     return Extracted(text, charset, "" if text.strip() else "a mail without own text")

@@ -123,12 +123,39 @@ def test_all_parts_that_a_mail_shows_are_read_and_no_other() -> None:
         "Am 1.1.2024 um 10:02 schrieb Jo\n<jo@example.org>:\n\n> When?\n",
         "-----Original Message-----\nFrom: Jo\nSent: Monday\n\nWhen?\n",
         "________________________________\nVon: Jo\nGesendet: Montag\n\nWhen?\n",
+        "-------- Original Message --------\nSubject: x\nDate: Monday\nFrom: Jo\n\nWhen?\n",
+        "Von: Jo <jo@example.org>\nGesendet: Montag, 1. Januar 2024 10:02\nAn: Ann\nBetreff: x\n\nWhen?\n",
+        "De : Jo\nEnvoyé : lundi\nObjet : x\n\nWhen?\n",
+        "Sent from my phone\n",
+        "Von meinem iPhone gesendet\n\n> When?\n",
     ],
 )
 def test_a_mail_is_read_without_what_it_quotes(quotation: str) -> None:
     assert _texts(".eml", f"{HEAD}\nAt noon, by the well:\nbring plums.\n\n{quotation}") == [
         "At noon, by the well:\nbring plums."
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--- shopping ---\nMilk: two bottles\nBread: one",
+        "---------- peas ----------\n\nRow one: sown.",
+        "From: the mill\nOver: the bridge\nBy: the well",
+        "From: here it is near.\nDate: none yet.\nWe go.",
+        "Sent from my garden came two baskets.\nAnd more.",
+    ],
+)
+def test_lists_of_a_person_are_no_quotation(text: str) -> None:
+    assert _texts(".eml", f"{HEAD}\n{text}\n") == [text]
+
+
+def test_a_signed_mail_is_its_text() -> None:
+    signed = (
+        "-----BEGIN PGP SIGNED MESSAGE-----\nHash: SHA256\n\nAt noon.\n\n-----BEGIN PGP SIGNATURE-----\n"
+        "Comment: none\n\niQEzBAEB\n-----END PGP SIGNATURE-----\n"
+    )
+    assert _texts(".eml", f"{HEAD}\n{signed}") == ["At noon."]
 
 
 def test_a_quotation_in_a_page_is_left_out_of_mail_only() -> None:
