@@ -28,6 +28,7 @@ from permille.engines.interface import Engine, remembering
 from permille.engines.key_values import KeyValues
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
+from permille.memory import available_memory
 
 MOST_BYTES: Final = 256 << 20
 """Memory for all texts: 5,800 tokens of SmolLM2-135M, or 4,000 of Llama-3.2-1B."""
@@ -37,12 +38,16 @@ class Conversations:
     """Generates texts with one engine. Calls from several threads are safe."""
 
     def __init__(
-        self, engine: Engine, memories: Mapping[str, KeyValues] = {}, most_bytes: int = MOST_BYTES
+        self, engine: Engine, memories: Mapping[str, KeyValues] = {}, most_bytes: int | None = None
     ) -> None:
         """Keep at most `most_bytes` of keys and values beside the memories.
 
-        The texts of a model that has a memory begin with the tokens of the memory.
+        The default is `MOST_BYTES`, but at most a quarter of the memory that is free now. The texts of a
+        model that has a memory begin with the tokens of the memory.
         """
+        if most_bytes is None:
+            free_bytes = available_memory()
+            most_bytes = MOST_BYTES if free_bytes is None else min(MOST_BYTES, free_bytes // 4)
         self._engine = engine
         self._memories = memories
         self._most_bytes = most_bytes

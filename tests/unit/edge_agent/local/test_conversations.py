@@ -14,6 +14,7 @@ from permille.engines.light.engine import LightEngine
 from permille.engines.sampling import TokenSampling
 from permille.engines.torch_engine import TorchEngine
 from permille.errors import InputError
+from permille_agent.local import conversations as conversations_module
 from permille_agent.local.conversations import Conversations
 from tests.unit.engines.tiny import CONFIGS, POSITIONS, tiny_package, variants
 
@@ -111,6 +112,17 @@ def test_memory_is_bounded_and_the_oldest_text_goes_first(tmp_path: Path, read: 
     assert read == [2, 17]
     kept: list[tuple[str, KeyValues]] = conversations._texts
     assert sum(known.nbytes for _, known in kept) <= 2 * 20 * token_bytes
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "most"), [(None, 256 << 20), (1 << 20, 1 << 18), (1 << 40, 256 << 20)]
+)
+def test_a_device_with_little_memory_keeps_little(
+    free_bytes: int | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations_module, "available_memory", lambda: free_bytes)
+
+    assert Conversations(LightEngine(tiny_package(tmp_path, "llama").package))._most_bytes == most
 
 
 def test_a_text_beyond_the_limit_keeps_its_beginning(tmp_path: Path, read: list[int]) -> None:
