@@ -73,7 +73,13 @@ class Entry:
 
 
 class Checkpoint:
-    """A checked model folder. Tensors have canonical names, in the order of `expected_tensors`."""
+    """A checked model folder. Tensors have canonical names, in the order of `expected_tensors`.
+
+    Attributes:
+        has_weights: whether the folder holds the weights, as `from_pretrained` needs it.
+    """
+
+    has_weights = True
 
     def __init__(self, folder: Path) -> None:
         """Read config and headers. Of a model with vision, keep only the text model.
@@ -153,9 +159,12 @@ class Checkpoint:
 
     def digest(self) -> str:
         """Return a digest of names and contents of `files()`. It is the same on every machine."""
-        contents = {name: digest_of_file(inside(self.folder, name)) for name in self.files()}
+        contents = {name: self._digest_of(name) for name in self.files()}
         # Digests of other kinds of data have another prefix, so they never equal this digest.
         return digest_of(b"permille-model-1\0" + canonical_json(contents))
+
+    def _digest_of(self, name: str) -> str:
+        return digest_of_file(inside(self.folder, name))
 
     def _headers(self) -> dict[str, Entry]:
         found: dict[str, Entry] = {}

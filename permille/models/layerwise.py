@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import family_of, shape_of
+from permille.models.loading import load_model
 
 
 class LayerStream:
@@ -112,12 +113,7 @@ class LayerStream:
         return self._inputs[shape][index]
 
     def _fill(self, module: nn.Module, prefix: str) -> None:
-        for name, _ in list(module.named_parameters()):
-            if prefix + name not in self.checkpoint.names:
-                continue  # a tied head
-            # `torch.tensor` copies, so the pages of the mapped file can be released.
-            weight = torch.tensor(self.checkpoint.float32(f"{prefix}{name}"))
-            _put(module, name, weight.to(self._device, self.dtype))
+        _fill(module, prefix, self.checkpoint, self._device, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +199,36 @@ def restore_buffers(model: Any, device: torch.device) -> None:
             setattr(module, name, torch.empty_like(buffer, device=device))
         if buffers:
             model._init_weights(module)  # as `from_pretrained` does it
+
+
+def whole_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """Return the model of transformers with all weights in memory.
+
+    If the folder has no weights, fill the model with the checkpoint's tensors, one at a time. Weights,
+    buffers and losses have the same bits in both ways.
+
+    Raises:
+        InputError: as for `load_model`.
+    """
+    if checkpoint.has_weights:
+        return load_model(checkpoint.folder, dtype, device=str(device))
+    device = torch.device(device)
+    model = _meta_model(checkpoint, dtype)
+    restore_buffers(model, device)
+    _fill(model, "", checkpoint, device, dtype)
+    model.tie_weights()
+    return model
+
+
+def _fill(
+    module: nn.Module, prefix: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> None:
+    for name, _ in list(module.named_parameters()):
+        if prefix + name not in checkpoint.names:
+            continue  # a tied head
+        # `torch.tensor` copies, so the pages of a mapped file can be released.
+        weight = torch.tensor(checkpoint.float32(f"{prefix}{name}"))
+        _put(module, name, weight.to(device, dtype))
 
 
 def _put(module: nn.Module, name: str, weight: Tensor) -> None:

@@ -106,7 +106,10 @@ def calibrated_codes(
         raise OperatorError(
             'auto-round is not installed on this worker. Run: pip install "permille[workers]"'
         )
-    from permille.models.loading import FileTokenizer, load_model
+    import torch
+
+    from permille.models.layerwise import whole_model
+    from permille.models.loading import FileTokenizer
     from permille.quantization.rounding import rounded_int4
 
     checkpoint = model.checkpoint
@@ -116,7 +119,7 @@ def calibrated_codes(
     drawn = corpus.draw(FileTokenizer(checkpoint.folder), sampling)
     names = [name for name, _ in scoped_tensors(checkpoint.config)]
     progress(0.01, f"auto-round on {number} sequences: takes minutes or hours, without progress")
-    tensors = rounded_int4(load_model(checkpoint.folder), names, drawn.tokens_NT)
+    tensors = rounded_int4(whole_model(checkpoint, torch.float32, "cpu"), names, drawn.tokens_NT)
     return Codes(
         tensors=lambda: iter(tensors.items()),
         provenance={

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,8 +21,8 @@ from permille.files import write_atomic
 from permille.memory import available_memory
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors, shape_of
-from permille.models.layerwise import LayerStream
-from permille.models.loading import FileTokenizer, load_model
+from permille.models.layerwise import LayerStream, whole_model
+from permille.models.loading import FileTokenizer
 from permille.pipeline.draw import Drawn
 from permille.pipeline.inputs import Progress, part, silent, versions
 from permille.pipeline.select import Scored
@@ -63,7 +63,7 @@ class Compute:
         """Open a model for sequences of this length. If it exceeds the memory, read it layer by layer.
 
         Raises:
-            InputError: `load_model` refuses the model.
+            InputError: `whole_model` refuses the model.
             OperatorError: this machine lacks the device.
         """
         dtype, device = _DTYPES[self.dtype], self.torch_device
@@ -71,7 +71,7 @@ class Compute:
         if memory_bytes is None:
             memory_bytes = available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
         if memory_bytes is None or needed_bytes(checkpoint, length, dtype.itemsize) <= memory_bytes:
-            return load_model(checkpoint.folder, dtype, device=self.device)
+            return cast("PreTrainedModel", whole_model(checkpoint, dtype, self.device))
         stream = LayerStream(checkpoint, dtype=dtype, device=device)
         return StreamedModel(stream=stream, hidden_bytes=memory_bytes // _HIDDEN_SHARE)
 

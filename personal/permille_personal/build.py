@@ -19,7 +19,7 @@ import httpx
 
 from permille.choices import Embeddings, StreamedDataset
 from permille.corpora.sources import file_texts
-from permille.digests import JSON, digest_of_file
+from permille.digests import digest_of_file
 from permille.exits import CommandError, Exit
 from permille.files import write_atomic
 from permille.models.checkpoint import Checkpoint
@@ -62,7 +62,7 @@ def built_package(request: Request, say: Callable[[str], None], progress: Progre
     if not done.exists():
         corpus = _corpus(request, folder, say)
         _once(done, lambda: _build(request, folder, blobs, corpus, say, progress))
-    # Only the build reads the copy of the model, which is several times as large as a GGUF file.
+    # Only the build reads these files.
     for left in ("models", "scoring"):
         shutil.rmtree(folder / left, ignore_errors=True)
     return Package.open(blobs, done.read_text(encoding="ascii"))
@@ -137,19 +137,18 @@ def _once(path: Path, make: Callable[[], str]) -> str:
 
 
 def _model(source: Path, folder: Path) -> SourceModel:
-    """Open the model. A GGUF file and an older format are converted below `folder`."""
-    kind, name = ("gguf", "model.gguf") if source.is_file() else ("folder", "model")
-    provenance: dict[str, JSON] = {"kind": kind, "location": name}
-    if source.is_file():
-        from permille.models.gguf.folder import model_folder
-
-        checkpoint = Checkpoint(model_folder(source, folder))
+    """Open the model. An older format is converted below `folder`."""
+    if not source.is_file():
+        checkpoint = Checkpoint(modern_folder(_linked(source, folder / "model"), folder))
+        kind, name = "folder", "model"
     else:
-        checkpoint = Checkpoint(modern_folder(_linked(source, folder / name), folder))
-    digest = checkpoint.digest()
+        from permille.models.gguf.checkpoint import GgufCheckpoint  # needs the gguf extra
+
+        checkpoint = GgufCheckpoint(source, folder)
+        kind, name = "gguf", "model.gguf"
     return SourceModel(
         checkpoint=checkpoint,
-        provenance={**provenance, "digest": digest},
+        provenance={"kind": kind, "location": name, "digest": checkpoint.digest()},
         gguf=source if source.is_file() else None,
     )
 

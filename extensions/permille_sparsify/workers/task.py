@@ -52,7 +52,7 @@ def run(context: TaskContext, request: SparsificationCreate) -> Publish:
     context.progress(0.0, "reaching the corpus")
     reach_corpus(context, request.corpus_id)  # opening a model may take minutes
     context.progress(0.0, "opening the model")
-    model = open_model(context, request.model_id)
+    model = open_model(context, request.model_id, converted=True)
     tenant_id = context.claim.tenant_id
     found = _made(context, model, request)
     made, provenance = Checkpoint(found.folder), found.provenance

@@ -7,7 +7,6 @@ leaves no folder.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +48,31 @@ def convert(path: Path, folder: Path) -> None:
     Raises:
         InputError, OSError: as for `model_folder`.
     """
-    file = GgufFile(path)
-    model = read_model(file)
-    documents: dict[str, Any] = {CONFIG_FILE: model.config, **tokenizer_files(file)}
-    for name, document in documents.items():
-        (folder / name).write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
-    if (template := chat_template(file)) is not None:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    shapes = {name: tuple(file.tensors[stored].shape) for name, stored in model.names.items()}
-    write_float32(folder / WEIGHTS_FILE, shapes, _tensors(model))
+    model = read_model(GgufFile(path))
+    write_texts(model, folder)
+    write_float32(folder / WEIGHTS_FILE, shapes_of(model), (finite(model, name) for name in model.names))
     # Refuse an invalid folder now, before it gets its final name.
     Checkpoint(folder)
 
 
-def _tensors(model: GgufModel) -> Iterator[NDArray[np.float32]]:
-    for name in model.names:
-        found = np.ascontiguousarray(model.float32(name), dtype="<f4")
-        # Damage in a scale turns a whole block into NaN or infinity.
-        if not np.isfinite(found).all():
-            raise InputError(f"{model.file.name} has numbers in {model.names[name]!r} that are not finite.")
-        yield found
+def write_texts(model: GgufModel, folder: Path) -> None:
+    """Write the config, the tokenizer and the chat template of a model. Errors are those of `convert`."""
+    documents: dict[str, Any] = {CONFIG_FILE: model.config, **tokenizer_files(model.file)}
+    for name, document in documents.items():
+        (folder / name).write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
+    if (template := chat_template(model.file)) is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def shapes_of(model: GgufModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's tensors by canonical name."""
+    return {name: tuple(model.file.tensors[stored].shape) for name, stored in model.names.items()}
+
+
+def finite(model: GgufModel, name: str) -> NDArray[np.float32]:
+    """Return a tensor by its canonical name. Raises InputError if a number is not finite."""
+    found = np.ascontiguousarray(model.float32(name), dtype="<f4")
+    # Damage in a scale turns a whole block into NaN or infinity.
+    if not np.isfinite(found).all():
+        raise InputError(f"{model.file.name} has numbers in {model.names[name]!r} that are not finite.")
+    return found

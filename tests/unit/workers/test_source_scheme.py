@@ -40,6 +40,7 @@ def test_a_build_keeps_the_codes_of_the_file(bench: Bench, tmp_path: Path) -> No
     report = bench.report(digest_of_role(part_of(bench, row, JobKind.QUANTIZATION), "report"))
     assert report["perplexity"]["loss_after"] == pytest.approx(report["perplexity"]["loss_before"], abs=1e-6)
     assert all(tensor["relative_error"] == 0 for tensor in report["tensors"])
+    assert not (bench.root / "models/gguf").exists(), "the file is read in place"
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,11 @@ _MODEL_SOURCE: TypeAdapter[AnyModel] = TypeAdapter(Annotated[AnyModel, Field(dis
 _CORPUS_SOURCE: TypeAdapter[FileCorpus | StreamedCorpus] = TypeAdapter(CorpusSource)
 
 
-def open_model(context: TaskContext, model_id: str) -> SourceModel:
-    """Find or download the model's folder, and check it. The first job of a model also stores facts about it.
+def open_model(context: TaskContext, model_id: str, *, converted: bool = False) -> SourceModel:
+    """Find or download the model, and check it. The first job of a model also stores facts about it.
+
+    Args:
+        converted: whether the job needs a GGUF file as a folder. Other jobs read the file in place.
 
     Raises:
         InputError: the folder is unusable, or its files have changed since the first job.
@@ -52,8 +55,9 @@ def open_model(context: TaskContext, model_id: str) -> SourceModel:
     with context.db.read() as session:
         row = rows.get(session, Model, tenant_id=tenant_id, row_id=model_id)
         root = inputs.roots_of(session, context.settings, tenant_id=tenant_id).models
-    folder, provenance, gguf = _locate(context, _MODEL_SOURCE.validate_python(row.source), root)
-    checkpoint = Checkpoint(folder)
+    source = _MODEL_SOURCE.validate_python(row.source)
+    gguf = resolve_inside(root, source.path, what="file") if isinstance(source, GgufModel) else None
+    checkpoint, provenance = _open(context, source, root, None if converted else gguf)
     digest = checkpoint.digest()
     if row.digest is not None and row.digest != digest:
         raise InputError(
@@ -106,29 +110,34 @@ def reach_corpus(context: TaskContext, corpus_id: str) -> None:
         next(streamed_texts(source.dataset, source.split, ReadReport()), None)
 
 
-def _locate(context: TaskContext, source: AnyModel, root: Path) -> tuple[Path, dict[str, JSON], Path | None]:
-    """Return a model's folder, its entry in the provenance, and its GGUF file (None: it has none)."""
+def _open(
+    context: TaskContext, source: AnyModel, root: Path, gguf: Path | None
+) -> tuple[Checkpoint, dict[str, JSON]]:
+    """Return a model and its entry in the provenance. A file `gguf` is read in place."""
+    entry: dict[str, JSON]
     match source:
         case SparsifiedModel():
             made = context.artifact(JobKind.SPARSIFICATION, source.sparsification_id)
             folder = resolve_inside(root, inputs.sparsified_path(made.digest), what="folder")
-            return folder, {"kind": "sparsified", "made_of": cast("dict[str, JSON]", made.provenance)}, None
+            entry = {"kind": "sparsified", "made_of": cast("dict[str, JSON]", made.provenance)}
+            return Checkpoint(folder), entry
         case FolderModel():
             folder = resolve_inside(root, source.path, what="folder")
-            return modern_folder(folder, root), {"kind": "folder", "location": source.path}, None
+            return Checkpoint(modern_folder(folder, root)), {"kind": "folder", "location": source.path}
         case GgufModel():
+            from permille.models.gguf.checkpoint import GgufCheckpoint
             from permille.models.gguf.folder import model_folder
 
-            file = resolve_inside(root, source.path, what="file")
-            return model_folder(file, root), {"kind": "gguf", "location": source.path}, file
+            if gguf is None:
+                folder = model_folder(resolve_inside(root, source.path, what="file"), root)
+                checkpoint = Checkpoint(folder)
+            else:
+                checkpoint = GgufCheckpoint(gguf, context.work_folder / "gguf")
+            return checkpoint, {"kind": "gguf", "location": source.path}
         case HubModel():
             folder = download_model(source.repository, source.commit, root)
-            entry: dict[str, JSON] = {
-                "kind": "hub",
-                "location": source.repository,
-                "commit": source.commit,
-            }
-            return modern_folder(folder, root), entry, None
+            entry = {"kind": "hub", "location": source.repository, "commit": source.commit}
+            return Checkpoint(modern_folder(folder, root)), entry
 
 
 def model_facts(checkpoint: Checkpoint, digest: str, *, size_bytes: int | None = None) -> ModelFacts:
