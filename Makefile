@@ -41,7 +41,8 @@ smollm2: $(VENV)/.installed  ## Download SmolLM2-135M-Instruct (93 MB) to build/
 	@bash scripts/smollm2.sh $(BIN)/python
 
 MODEL ?= smollm2
-demo: $(VENV)/.native $(if $(filter smollm2,$(MODEL)),smollm2)  ## Run the whole product once on a real chat model (minutes; MODEL=example: a tiny model)
+export STACK
+demo: $(VENV)/.native $(if $(filter smollm2,$(MODEL)),smollm2)  ## Run the whole product once on a real chat model (minutes; MODEL=example: a tiny model; STACK=full: with PostgreSQL, Redis, Celery)
 	@$(BIN)/python -m examples.demo $(MODEL)
 
 test: $(VENV)/.native system-packages smollm2 lint types check-imports pytest  ## Run linters, type checks, import contracts and the tests (about ten minutes on two cores)

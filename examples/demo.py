@@ -3,6 +3,8 @@
 Every step is a command of `permille` or `permille-agent`, run against a real service on loopback. This script
 passes the answer of a command to the next one, and checks the result.
 
+With `STACK=full` in the environment, the service uses PostgreSQL, Redis and Celery.
+
 It works in `.demo`. At the end it stops its processes and removes its files, even if it fails or is
 interrupted. Only the page about the run and the exported model stay.
 """
@@ -13,11 +15,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from examples.programs import Programs
+from examples.stack import BROKER, StackError, full_stack, messages
 from permille.exits import CommandError
 
 EXAMPLES = Path(__file__).resolve().parent
@@ -109,7 +113,7 @@ def main(arguments: list[str]) -> int:
         name = "example"
     try:
         line = run(MODELS[name], work)
-    except (DemoError, CommandError) as exc:
+    except (DemoError, CommandError, StackError) as exc:
         print(f"demo: failed: {exc}", file=sys.stderr)
         return 1
     print(line)
@@ -125,18 +129,23 @@ def run(model: Model, work: Path) -> str:
     """
     shutil.rmtree(work, ignore_errors=True)
     programs = Programs(work=work / "run", tell=lambda line: print(f"   $ {line}", flush=True))
-    try:
-        title("1. The service: API, worker, SQLite and a folder of blobs")
-        with programs.service(models=model.root, corpora=EXAMPLES) as url:
-            package = build(programs, model)
-            install(programs, url)
-            before = answers(programs, model)
-            log_bytes = zeroth_order(programs, model)
-            trained = gradient(programs, model)
-            compare_answers(model, before, answers(programs, model))
-            export(programs, work)
-    finally:
-        shutil.rmtree(work / "run", ignore_errors=True)
+    full = os.environ.get("STACK") == "full"
+    with ExitStack() as running:
+        running.callback(shutil.rmtree, work / "run", ignore_errors=True)
+        parts = "PostgreSQL, Redis, Celery" if full else "SQLite"
+        title(f"1. The service: API, worker, {parts} and a folder of blobs")
+        settings = running.enter_context(full_stack()) if full else {}
+        service = programs.service(models=model.root, corpora=EXAMPLES, settings=settings)
+        url = running.enter_context(service)
+        package = build(programs, model)
+        if full:
+            print(f"   Celery took the jobs from Redis: {messages(settings[BROKER])} messages")
+        install(programs, url)
+        before = answers(programs, model)
+        log_bytes = zeroth_order(programs, model)
+        trained = gradient(programs, model)
+        compare_answers(model, before, answers(programs, model))
+        export(programs, work)
     return summary(package, trained, log_bytes)
 
 

@@ -31,7 +31,7 @@ def main() -> int:
     WORK.mkdir()
     programs = Programs(work=WORK)
     try:
-        with programs.service(models=model.root, corpora=EXAMPLES) as url:
+        with programs.service(models=model.root, corpora=EXAMPLES, settings={}) as url:
             build(programs, model)
             invitation = programs.permille("invitations", "create", "--release", "demo")["invitation"]
             (WORK / "notes.txt").write_bytes(NOTES.read_bytes())

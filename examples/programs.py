@@ -49,7 +49,7 @@ class Programs:
 
     Example:
         >>> programs = Programs(work=Path("/var/tmp/personal"))
-        >>> with programs.service(models=Path("models"), corpora=Path("texts")) as url:
+        >>> with programs.service(models=Path("models"), corpora=Path("texts"), settings={}) as url:
         ...     programs.permille("models", "add", "chat", "--folder", "my-model")
     """
 
@@ -68,12 +68,13 @@ class Programs:
         return self.work / self.home
 
     @contextmanager
-    def service(self, *, models: Path, corpora: Path) -> Iterator[str]:
+    def service(self, *, models: Path, corpora: Path, settings: Mapping[str, str]) -> Iterator[str]:
         """Run API and worker on a free port of loopback, and yield the URL.
 
         Args:
             models: folder below which models may be registered.
             corpora: folder below which texts may be registered.
+            settings: further settings of the service, as environment variables.
 
         Raises:
             CommandError: the service did not start. The message has its last output.
@@ -86,9 +87,8 @@ class Programs:
         with log.open("w", encoding="utf-8") as output:
 
             def up() -> subprocess.Popen[str]:
-                return start(
-                    (*PERMILLE, "up", *options), {"PERMILLE_DRAIN_S": DRAIN_S}, stdout=output, stderr=output
-                )
+                variables = {"PERMILLE_DRAIN_S": DRAIN_S, **settings}
+                return start((*PERMILLE, "up", *options), variables, stdout=output, stderr=output)
 
             process, deadline = up(), time.monotonic() + START_S
             try:

@@ -22,11 +22,11 @@ KEEP_GENERAL = 0.1
 """Largest rise of the general loss in nats per token (`permille-agent train --keep-general`)."""
 
 
-def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _demo(*arguments: str, stack: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "examples.demo", *arguments],
         cwd=ROOT,
-        env=environment(),
+        env=environment() | {"STACK": stack},
         capture_output=True,
         text=True,
         check=False,
@@ -46,10 +46,12 @@ def _gains_and_keeps(printed: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_demo_of_the_example_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stack", ["", "full"])
+def test_demo_of_the_example_model(stack: str, tmp_path: Path) -> None:
     folder = tmp_path / "demo"
-    done = _demo("example", str(folder))
+    done = _demo("example", str(folder), stack=stack)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert ("Celery took the jobs from Redis" in done.stdout) is bool(stack)
     _gains_and_keeps(done.stdout.splitlines()[-1], folder)
 
 
