@@ -95,7 +95,9 @@ def judged_losses(folder: RunFolder) -> ComparedLosses:
         pooled=finite_or_none(pooled.per_token) if pooled else None,
         bits_per_byte_pooled=finite_or_none(pooled.bits_per_byte) if pooled else None,
         improvement_on_pooled=decision.against_active if pooled else None,
-        text="parts of the text, each measured before the run trained on it"
+        text="nothing, because the text is too short for a test"
+        if not decision.number
+        else "parts of the text, each measured before the run trained on it"
         if by_parts
         else "test split, not used in training",
         base=decision.loss_base,

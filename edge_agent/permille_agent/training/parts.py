@@ -52,12 +52,10 @@ class Parts:
         Args:
             off: losses on general text with the memory off.
         """
-        shown = ", ".join(
-            f"{part.value} {'not finite' if loss is None else format(loss, '.4f')}"
-            for part, loss in self.losses.items()
-        )
+        finite = [f"{part.value} {loss:.4f}" for part, loss in self.losses.items() if loss is not None]
         names = {Part.BASE: "nothing", Part.BOTH: "state and memory"}
-        words = f"{names.get(self.chosen, self.chosen.value)} chosen by the losses: {shown}"
+        words = names.get(self.chosen, self.chosen.value)
+        words += f", chosen by the losses: {', '.join(finite)}" if finite else ", untested"
         if self.fault:
             words += f"; a memory would {self.fault}"
         if self.chosen.has_memory:

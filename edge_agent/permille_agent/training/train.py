@@ -186,7 +186,7 @@ class _Task:
         tested = self.package.manifest.has_layer(Role.POOLED)
         if active is not None and active.run is not None:
             decision = RunFolder(self.home.runs / active.run).load("decision", Decision)
-            tested = decision is not None and decision.loss_base is not None
+            tested = decision is not None and decision.number > 0
         shares = self.context.share_log or self.context.share_state
         return self.options.memory > 0 and not tested and not shares
 

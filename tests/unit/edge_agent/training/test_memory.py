@@ -16,7 +16,7 @@ from permille.training.strength import Strength
 from permille.trust.roles import Training
 from permille_agent.cli import main as cli
 from permille_agent.link.forget import forget
-from permille_agent.local.compare import compare
+from permille_agent.local.compare import compare, judged_losses
 from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.local.replies import variant_of
 from permille_agent.state.models import reset, rollback
@@ -258,6 +258,9 @@ def test_a_text_that_is_too_short_for_a_test_becomes_a_memory(device: Device, tm
     known = personal_memory(device.home, device.active(), device.package)
     assert known is not None
     assert (device.used_values() == device.package.values()).all()
+    assert decision.parts is not None
+    assert decision.parts.words().startswith("memory, untested; the memory has")
+    assert judged_losses(folder_of(device, result)).text.startswith("nothing, because the text is too short")
     rollback(device.home)
     assert train(device).known
     assert device.active().run == result.run
