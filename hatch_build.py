@@ -19,7 +19,7 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         """Build the kernels, beside their sources if editable, else into the archive of the wheel."""
         text = Path(self.root) / "examples" / "corpus.jsonl.gz"
         if version != "editable" and text.exists():  # for `permille personalise`; container images lack it
-            build_data["force_include"][str(text)] = f"permille_personal/{text.name}"
+            build_data["force_include"][str(text)] = f"permille/corpora/{text.name}"
         room = Path(self.root) / "permille" / "native"
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         build = runpy.run_path(str(room / "build.py"))

@@ -85,7 +85,7 @@ def remove(name: str, folder: Path) -> Without:
     shutil.rmtree(made.source / "extensions" / name)
     project = made.source / "pyproject.toml"
     project.write_text(without_entries(project.read_text(), name))
-    for path in tests_of(name, made.source):
+    for path in own_tests(name, made.source):
         path.unlink()
     subprocess.run(
         [
@@ -104,7 +104,7 @@ def without_entries(project: str, name: str) -> str:
     return re.sub(rf'"(extensions/)?{name}[\w.]*"(, )?', "", project)
 
 
-def tests_of(name: str, root: Path) -> list[Path]:
+def own_tests(name: str, root: Path) -> list[Path]:
     """Return the tests of an extension: its folder of tests, and all modules that import one or the other.
 
     The lab may also import an extension. Its modules stay, but tests of these modules go.

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import httpx
-
 from permille.choices import Embeddings, StreamedDataset
+from permille.corpora.included import included_corpus, reaches_hub
 from permille.corpora.sources import file_texts
 from permille.digests import digest_of_file
 from permille.exits import CommandError, Exit
@@ -38,8 +37,6 @@ from permille.quantization import default_group_size
 from permille.quantization.types import Scheme
 from permille_personal.request import Request
 
-HUB = "https://huggingface.co/api/datasets/allenai/c4"
-HUB_TIMEOUT_S = 5.0
 SEQUENCES, LENGTH = 32, 256
 """Fewer and shorter sequences than a build uses by default, so that the mask takes minutes on a laptop."""
 
@@ -171,7 +168,7 @@ def _link(source: str, place: str) -> None:
 def _corpus(request: Request, folder: Path, say: Callable[[str], None]) -> Corpus:
     """Choose the public text, and tell the person. A build that goes on keeps its text."""
     known = (folder / "corpus").exists()
-    streams = _once(folder / "corpus", lambda: "c4" if request.corpus is None and _reaches_hub() else "file")
+    streams = _once(folder / "corpus", lambda: "c4" if request.corpus is None and reaches_hub() else "file")
     if known:
         words = "the same text as before"
     elif streams == "c4":
@@ -189,34 +186,10 @@ def _corpus(request: Request, folder: Path, say: Callable[[str], None]) -> Corpu
             provenance={"kind": "streamed", "location": c4.value, "split": "train"},
         )
     file = request.corpus or included_corpus()
+    if file is None:
+        raise CommandError("This installation has no public text. Name one with --corpus FILE.", Exit.USAGE)
     suffix = ".jsonl.gz" if file.name.endswith(".jsonl.gz") else file.suffix
     return Corpus(
         texts=partial(file_texts, file),
         provenance={"kind": "file", "location": f"corpus{suffix}", "digest": digest_of_file(file)},
     )
-
-
-def _reaches_hub() -> bool:
-    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        return False
-    try:
-        # Check the hub now, because the stream would retry for minutes before it fails.
-        return httpx.head(HUB, timeout=HUB_TIMEOUT_S, follow_redirects=True).is_success
-    except httpx.HTTPError:
-        return False
-
-
-def included_corpus() -> Path:
-    """Return the path of the public text, in the installed package or in the examples of a checkout.
-
-    Raises:
-        CommandError: there is no such text.
-    """
-    places = (
-        Path(__file__).with_name("corpus.jsonl.gz"),
-        Path(__file__).parents[2] / "examples" / "corpus.jsonl.gz",
-    )
-    for place in places:
-        if place.is_file():
-            return place
-    raise CommandError("This installation has no public text. Name one with --corpus FILE.", Exit.USAGE)

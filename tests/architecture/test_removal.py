@@ -14,7 +14,7 @@ from permille_service.app import create_app
 from permille_service.extension import ServiceExtension
 from permille_service.settings import load
 from tests.running_service import running_service
-from tests.without import EXTENSIONS, ROOT, Without, remove, tests_of, without_entries
+from tests.without import EXTENSIONS, ROOT, Without, own_tests, remove, without_entries
 
 CORE_TESTS = (
     "tests/unit/test_command_names.py",
@@ -135,5 +135,5 @@ def test_a_test_that_imports_an_extension_through_another_module_is_one_of_its_t
         ("test_core.py", "from permille.store import rows\n"),
     ):
         (folder / path).write_text(text)
-    found = tests_of("permille_wishes", tmp_path)
+    found = own_tests("permille_wishes", tmp_path)
     assert [path.name for path in found] == ["site.py", "test_page.py", "test_wishes.py"]

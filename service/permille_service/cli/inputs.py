@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from permille.corpora.included import included_corpus, reaches_hub
 from permille.errors import InputError
 from permille.exits import CommandError, Exit
 from permille.models.ollama import ollama_file
@@ -11,7 +12,6 @@ from permille_service.cli.client import READ_FILE_S
 from permille_service.cli.commands import AsJson, Key, add_deletion, add_list, add_show, command
 from permille_service.cli.output import make_output
 from permille_service.cli.session import Session
-from permille_service.personal.public_text import included_corpus, reaches_hub
 
 models = typer.Typer(no_args_is_help=True, help="Register base models.")
 corpora = typer.Typer(no_args_is_help=True, help="Register public text.")
@@ -122,9 +122,11 @@ def add_corpus(
     session.output.show(added)
     # The workers may have another network, so this is no reason to refuse.
     if streamed is not None and not reaches_hub():
+        included = included_corpus()
+        example = f", such as the included {included}," if included else ""
         session.output.say(
             "note: the hub cannot be reached from here. If your workers cannot reach it either, put a public "
-            f"text below the corpus root, such as the included {included_corpus()}, and add it with --file."
+            f"text{example} below the corpus root, and add it with --file."
         )
     session.output.say_next(f"permille builds create --model MODEL --corpus {name}")
 
