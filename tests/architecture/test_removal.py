@@ -13,7 +13,9 @@ from permille.schemas.work import WorkKind
 from permille_service.app import create_app
 from permille_service.extension import ServiceExtension
 from permille_service.settings import load
+from tests.integration.job_site import wait_until
 from tests.running_service import running_service
+from tests.tiny_model import write_model
 from tests.without import EXTENSIONS, ROOT, Without, own_tests, remove, without_entries
 
 CORE_TESTS = (
@@ -47,10 +49,17 @@ def test_programs_start_and_the_api_loses_only_the_routes_of_the_extension(
     removed: tuple[str, Without], tmp_path: Path
 ) -> None:
     name, copy = removed
+    write_model(tmp_path / "data" / "models" / "tiny")
     settings = {"real": "yes", "PYTHONPATH": str(copy.installed), "PYTHONSAFEPATH": "1"}
     with running_service(tmp_path, **settings) as up, up.client() as client:
         found = client.get("/openapi.json").json()
-        assert client.get("/v1/jobs").json()["items"] == []
+        source = {"kind": "folder", "path": "tiny"}
+        model = client.post("/v1/models", json={"name": "tiny", "source": source}).json()["id"]
+        job = client.post("/v1/masks", json={"model_id": model, "method": "random"}).json()
+        path = f"/v1/jobs/{job['id']}"
+        wait_until(
+            lambda: client.get(path).json()["state"] == "succeeded", lambda: str(client.get(path).json())
+        )
     log = (tmp_path / "up.log").read_text()
     assert "Traceback" not in log and "Error" not in log, log
     assert up.process.returncode == 0
