@@ -62,7 +62,8 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
     by_parts = folder.load("learned", LearnedText) is not None
     gain = _gain(decision, by_parts=by_parts)
     written, no_samples = None, ""
-    if gain is not None:
+    # An untested memory has no gain. Its text is shown, too.
+    if gain is not None or (decision is not None and decision.adopted):
         try:
             written = folder.once("samples", Written, lambda: _write_samples(home, folder, engine_of))
         except (OperatorError, PackageError) as exc:

@@ -60,7 +60,8 @@ class AgentRun:
 def open_study(sources: Sources, model: str, folder: Path, *, seed: int) -> Study:
     """Return the study of a model: its package (made once), its engine, and the options of training."""
     package = model_package(sources, model, folder)
-    options = TrainOptions(seed=seed, steps=_GRADIENT_STEPS)
+    # The other trainings have no memory, so the state alone is compared.
+    options = TrainOptions(seed=seed, steps=_GRADIENT_STEPS, memory=0)
     return Study(
         package=package,
         engine=open_engine(package, threads=1),

@@ -19,6 +19,7 @@ from permille_agent.link.forget import forget
 from permille_agent.local.compare import compare, judged_losses
 from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.local.replies import variant_of
+from permille_agent.local.show import show_run
 from permille_agent.state.models import reset, rollback
 from permille_agent.text.tokens import TokenizedDocument
 from permille_agent.training import evaluation
@@ -261,6 +262,7 @@ def test_a_text_that_is_too_short_for_a_test_becomes_a_memory(device: Device, tm
     assert decision.parts is not None
     assert decision.parts.words().startswith("memory, untested; the memory has")
     assert judged_losses(folder_of(device, result)).text.startswith("nothing, because the text is too short")
+    assert "its memory" in show_run(device.home, None, RememberingBigramEngine).read_text()
     rollback(device.home)
     assert train(device).known
     assert device.active().run == result.run
