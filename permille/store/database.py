@@ -347,8 +347,9 @@ def parse_url(text: str) -> URL:
         unknown = sorted(url.query.keys() - postgres.option_names())
         if unknown:
             raise ValueError(f"PostgreSQL has no option {unknown[0]!r:.40}.")
-        if not re.fullmatch(r"\d{1,6}", str(url.query.get(postgres.PREPARE, 0)), re.ASCII):
-            raise ValueError(f"{postgres.PREPARE} must be a number; 0 prepares no statement.")
+        for name in postgres.NUMBERS & url.query.keys():
+            if not re.fullmatch(r"\d{1,9}", str(url.query[name]), re.ASCII):
+                raise ValueError(f"{name} must be a number.")
     else:
         raise ValueError(f"A URL of {url.drivername!r:.40} cannot be used. {_FORMS}")
     return url

@@ -12,6 +12,12 @@ PREPARE: Final = "prepare_threshold"
 before 1.21 needs.
 """
 
+NUMBERS: Final = frozenset(
+    {PREPARE, "connect_timeout", "tcp_user_timeout", "keepalives"}
+    | {f"keepalives_{name}" for name in ("count", "idle", "interval")}
+)
+"""Options of a URL whose values are whole numbers. Without this check, each start would try to connect."""
+
 
 class BoundedConnection(psycopg.Connection[Any]):
     """A connection that is closed when the server is silent for too long.
