@@ -13,7 +13,11 @@ from pathlib import Path
 
 from permille.errors import InputError
 
-_NAME = re.compile(r"(?:([a-z0-9][\w.-]*)/)?([a-z0-9][\w.-]*)(?::([\w.-]+))?", re.ASCII | re.IGNORECASE)
+_PART = r"[a-z0-9][\w.-]*"
+_NAME = re.compile(
+    rf"(?:(?:(?P<host>{_PART})/)?(?P<owner>{_PART})/)?(?P<model>{_PART})(?::(?P<tag>[\w.-]+))?",
+    re.ASCII | re.IGNORECASE,
+)
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _MODEL = "application/vnd.ollama.image.model"
 
@@ -33,7 +37,7 @@ def ollama_file(name: str, store: Path | None = None) -> tuple[Path, Path]:
     """Find the GGUF file of a model.
 
     Args:
-        name: as Ollama lists it: `smollm2`, `smollm2:135m` or `user/model:tag`.
+        name: as Ollama lists it: `smollm2`, `smollm2:135m`, `user/model:tag` or `hf.co/user/model:tag`.
         store: Ollama's folder of models. None takes OLLAMA_MODELS, else `.ollama/models` of the home folder.
 
     Returns:
@@ -49,8 +53,9 @@ def ollama_file(name: str, store: Path | None = None) -> tuple[Path, Path]:
     if parts is None:
         raise InputError(f"Write a model of Ollama as NAME or NAME:TAG, not {name!r:.80}.")
     # `library` is the owner of the models that Ollama itself publishes.
-    owner, model, tag = parts[1] or "library", parts[2], parts[3] or "latest"
-    manifest = store / "manifests/registry.ollama.ai" / owner / model / tag
+    host, owner = parts["host"] or "registry.ollama.ai", parts["owner"] or "library"
+    model, tag = parts["model"], parts["tag"] or "latest"
+    manifest = store / "manifests" / host / owner / model / tag
     try:
         layers = json.loads(manifest.read_bytes())["layers"]
         # Other layers hold the template, the parameters and the licence.

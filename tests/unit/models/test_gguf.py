@@ -360,6 +360,12 @@ def test_ollama_names_are_found_in_its_store(tmp_path: Path) -> None:
     blob.parent.mkdir()
     blob.write_bytes(b"GGUF")
     assert ollama_file("smollm2:135m", tmp_path) == (tmp_path, blob)
+    other = tmp_path / "manifests/hf.co/Team/Model-GGUF/Q4_K_M"
+    other.parent.mkdir(parents=True)
+    other.write_text(manifest.read_text())
+    assert ollama_file("hf.co/Team/Model-GGUF:Q4_K_M", tmp_path) == (tmp_path, blob)
+    with pytest.raises(InputError, match="NAME:TAG"):
+        ollama_file("hf.co/../../Model", tmp_path)
     with pytest.raises(InputError, match="has no model smollm2:latest"):
         ollama_file("smollm2", tmp_path)
     with pytest.raises(InputError, match="NAME:TAG"):
