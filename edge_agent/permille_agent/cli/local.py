@@ -379,6 +379,7 @@ def export(
     from permille_agent.local.model import memory_text_of
     from permille_agent.state.models import carries_pooled, require_active
     from permille_agent.training.personal import model_values, personal_memory
+    from permille_agent.training.run import RunFolder
 
     if kind is not None and form not in (ExportForm.GGUF, ExportForm.LORA):
         raise InputError(f"--type is for --format gguf and lora, and the format is {form}.")
@@ -393,7 +394,9 @@ def export(
         raise InputError(f"The folder {folder.parent} does not exist. Create it, or choose another place.")
     package = Package.open(BlobFolder(home.blobs), active.package)
     values_K = package.values() if base else model_values(home, active, package)
-    memory = None if base else personal_memory(home, active, package)
+    # A damaged memory must not prevent an export of the state, so it is read only if its text is wanted.
+    memory = personal_memory(home, active, package) if memory_text else None
+    remembers = not base and active.run is not None and RunFolder(home.runs / active.run).memory.exists()
     personal = active.run is not None and not base
     pooled = not (personal or base) and carries_pooled(home, active.package)
     document: dict[str, object] = {
@@ -432,9 +435,9 @@ def export(
         if personal:
             # Rounding to the type of the file can lose a part of the change.
             document["change_kept"] = round(exported.kept, 6)
-        if memory is not None and memory_text:
+        if memory is not None:
             add_system(folder / MODELFILE, memory_text_of(package, memory))
-    if memory is not None:
+    if remembers:
         document["memory"] = "in the Modelfile as text" if memory_text else "stays on this device"
     show(document, as_json=as_json)
 

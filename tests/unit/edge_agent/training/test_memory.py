@@ -2,6 +2,7 @@
 
 import json
 import stat
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from permille.engines.interface import remembering
+from permille.engines.sampling import TokenSampling
 from permille.errors import InputError, PackageError
+from permille.exits import ExitCode
 from permille.schemas.runs import Outcome
 from permille.training.strength import Strength
 from permille.trust.roles import Training
@@ -25,6 +29,7 @@ from permille_agent.text.tokens import TokenizedDocument
 from permille_agent.training import evaluation
 from permille_agent.training import parts as chosen_parts
 from permille_agent.training.decision import Decision
+from permille_agent.training.engines import RunInterrupted, interruptible
 from permille_agent.training.memory import Part, memory_tokens
 from permille_agent.training.options import TrainOptions, options_for
 from permille_agent.training.outcome import RunResult
@@ -121,6 +126,9 @@ def test_a_damaged_memory_is_named_and_the_state_still_works(
         LocalModel(device.home, RememberingBigramEngine)
     with LocalModel(device.home, RememberingBigramEngine, memory=False) as model:
         assert (model.values(Variant.PERSONAL) == device.used_values()).all()
+    export = ["--home", str(device.home.root), "export", str(memory.parents[3] / "out")]
+    assert cli.main(export) == 0
+    assert cli.main([*export, "--format", "gguf", "--memory-text"]) == ExitCode.PACKAGE_REFUSED
 
 
 def test_an_engine_without_memories_is_refused_and_not_used_without_one(device: Device) -> None:
@@ -129,6 +137,17 @@ def test_an_engine_without_memories_is_refused_and_not_used_without_one(device: 
         LocalModel(device.home, bigram_engine)
     with LocalModel(device.home, bigram_engine, memory=False) as model:
         assert model.variants == (Variant.PERSONAL, Variant.BASE)
+
+
+def test_a_stopped_run_starts_no_call_after_a_memory(device: Device) -> None:
+    stop = threading.Event()
+    engine = interruptible(RememberingBigramEngine(device.package), stop)
+    values_K = device.package.values()
+    later = remembering(engine).after(remembering(engine).read(values_K, np.array([1, 2])), ())
+    assert list(later.generate(values_K, np.array([1]), TokenSampling(max_new_tokens=2)))
+    stop.set()
+    with pytest.raises(RunInterrupted):
+        later.generate(values_K, np.array([1]), TokenSampling(max_new_tokens=2))
 
 
 def test_state_and_memory_go_and_come_back_together(device: Device) -> None:
