@@ -12,10 +12,10 @@ from tests.preloaded import Process
 
 ROOT = Path(__file__).parents[2]
 
-# The interpreter loads this first. It records the addresses of connections and the names of look-ups.
+# The interpreter loads this first, also in children, which get no other variables than those that they need.
+# It records the addresses of connections and the names of look-ups.
 SPY = """
-import os, socket
-_path = os.environ["AGENT_SPY"]
+import socket
 def _note(what):
     with open(_path, "a") as file:
         file.write(repr(what) + "\\n")
@@ -50,13 +50,12 @@ class AgentSite:
         self._spy = folder / "connections.txt"
         spy_folder = folder / "spy"
         spy_folder.mkdir()
-        (spy_folder / "sitecustomize.py").write_text(SPY)
+        (spy_folder / "sitecustomize.py").write_text(f"_path = {str(self._spy)!r}\n{SPY}")
         self._environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
                 map(str, (spy_folder, ROOT, ROOT / "edge_agent", ROOT / "extensions"))
             ),
-            "AGENT_SPY": str(self._spy),
             "OMP_NUM_THREADS": "1",
             **environment,
         }
