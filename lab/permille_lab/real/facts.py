@@ -65,7 +65,7 @@ def diary(data: Path, name: str) -> User:
 def measure(
     package: Package, user: User, contenders: Sequence[Recall], *, steps: int, threads: int
 ) -> Result:
-    """Return which questions each contender answers rightly, in the order of `FACTS`, and the answers.
+    """Return which questions each contender answers rightly, in the order of `FACTS`.
 
     Args:
         package: the package.
@@ -90,7 +90,7 @@ def measure(
         recall: [int(_is_right(answer, fact["right"])) for answer, fact in zip(given, FACTS, strict=True)]
         for recall, given in answers.items()
     }
-    return {"outcome": outcome, "right": right, "answers": answers}
+    return {"outcome": outcome, "right": right}
 
 
 def _answers(home: Home, chosen: EngineChoice, recall: Recall) -> list[str]:
