@@ -69,8 +69,12 @@ def with_passages(home: Home, turns: Turns) -> tuple[Turns, Consulted]:
     """Put the passages that fit before the last question of a chat.
 
     Returns:
-        The turns, and what was found. If the index cannot be used, the turns are unchanged.
+        The turns, and what was found. Questions to which `NOTHING` was the answer are left out.
     """
+    # A small model would repeat this fixed answer, so it and its question are left out.
+    following = [*turns[1:], ("", "")]
+    pairs = zip(turns, following, strict=True)
+    turns = [turn for turn, after in pairs if NOTHING not in (turn[1], after[1])] or turns
     asked = [place for place, (role, _) in enumerate(turns) if role == "user"]
     # "How old is she?" finds nothing alone, so the question before it is searched, too.
     for places in (asked[-1:], asked[-2:]):

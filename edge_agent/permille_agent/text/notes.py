@@ -165,13 +165,15 @@ def find_passages(home: Home, question: str) -> tuple[Passage, ...]:
         # A passage with half of what the best one has would only distract the model.
         least = max(LEAST_COVERED * total, CLOSE * max(covered.values(), default=0.0))
         fitting = [row for row in rank if covered[row] >= least]
-        best = sorted(fitting, key=lambda row: (rank[row], -row))[-MOST_PASSAGES:]
-        select = "SELECT source, text FROM passages WHERE rowid = ?"
-        return tuple(
-            Passage(source=path_of(source).name, text=text.replace(_BREAK, ""))
-            for row in best
-            for source, text in index.execute(select, (row,))
-        )
+        best: dict[str, Passage] = {}  # by text, since a file may have copies
+        for row in sorted(fitting, key=lambda row: (-rank[row], row)):
+            stored = index.execute("SELECT source, text FROM passages WHERE rowid = ?", (row,))
+            for source, text in stored:
+                plain = text.replace(_BREAK, "")
+                best.setdefault(plain, Passage(source=path_of(source).name, text=plain))
+            if len(best) == MOST_PASSAGES:
+                break
+        return tuple(reversed(best.values()))
 
 
 @contextmanager

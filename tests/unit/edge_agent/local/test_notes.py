@@ -98,6 +98,10 @@ def test_a_question_about_the_notes_is_never_answered_by_the_model_alone(home: H
         for question in ("What do my notes say about Greenland?", "Steht in meinem Tagebuch etwas von Rom?"):
             _, pieces = model.reply([("user", question)], model.variants[0], GREEDY)
             assert "".join(pieces) == NOTHING
+        # A small model would repeat the fixed answer, if it saw it.
+        turns = [("user", question), ("assistant", NOTHING), ("user", "Who painted the Mona Lisa?")]
+        prompt, _ = _asked(model, ("system", "Be brief."), *turns)
+        assert (NOTHING in prompt, question in prompt, "brief" in prompt) == (False, False, True)
         _, found = _asked(model, ("user", "What do my notes say about Brumik?"))
         assert _texts(found) == [FACT]
 

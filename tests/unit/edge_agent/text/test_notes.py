@@ -141,6 +141,17 @@ def test_a_changed_file_and_a_file_that_is_gone_are_replaced(home: Home, tmp_pat
     assert "Halbrook" in _found(home, "Halbrook")
 
 
+def test_copies_of_a_file_count_once(home: Home, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        _index(home, _write(tmp_path / name, "notes.txt", "My cat is called Brumik.", "The cat likes fish."))
+
+    assert sorted(passage.text[:10] for passage in find_passages(home, "What does my cat do?")) == [
+        "My cat is ",
+        "The cat li",
+    ]
+
+
 @pytest.mark.attack(29, "removed text is left in the index of the notes")
 def test_removed_text_leaves_no_byte_behind(home: Home, tmp_path: Path) -> None:
     folder = tmp_path / "notes"
