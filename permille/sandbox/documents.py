@@ -58,7 +58,7 @@ _FIELDS: Final = (
 )
 _ORIGINAL: Final = re.compile(
     rf"^(?:[ \t]*(?:-{{3,20}}[^\n]{{3,40}}-{{3,20}}|_{{10,99}})[ \t]*\n\s*\*?(?:{_FROM}|{_FIELDS}) ?[:：]"
-    rf"|\*?(?:{_FROM}) ?[:：][^\n]*\n(?:\*?(?:{_FIELDS}|Cc|CC) ?[:：][^\n]*\n){{2}}).*",
+    rf"|\*?(?:{_FROM}) ?[:：][^\n]*\n{{1,2}}(?:\*?(?:{_FIELDS}|Cc|CC) ?[:：][^\n]*\n{{1,2}}){{2}}).*",
     re.MULTILINE | re.DOTALL,
 )
 # The lines that PGP puts around a text that it signs. A signature has few and short lines.

@@ -136,6 +136,13 @@ def test_a_mail_is_read_without_what_it_quotes(quotation: str) -> None:
     ]
 
 
+def test_a_page_of_mail_is_read_without_the_mail_below_it() -> None:
+    fields = (
+        "<p><b>From:</b> Jo<br><b>Sent:</b> Monday<br><b>To:</b> Ann<br><b>Subject:</b> x</p><p>When?</p>"
+    )
+    assert _texts(".eml", f"Content-Type: text/html\n\n<p>At noon.</p><div>{fields}</div>") == ["At noon."]
+
+
 @pytest.mark.parametrize(
     "text",
     [
