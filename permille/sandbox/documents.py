@@ -8,7 +8,9 @@ The others need only the standard library.
 import csv
 import email
 import re
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
 from email.policy import compat32
@@ -30,6 +32,9 @@ _DECLARED: Final = re.compile(
     rb"""<(?:meta\b[^>]*?charset|\?xml\b[^>]*?encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE
 )
 _DECLARED_WITHIN: Final = 4096
+MAIL_S: Final = 0.5
+"""Processor time for one message of a mailbox, beside that for its size."""
+_BYTES_A_S: Final = 1 << 20
 _MAX_CELL: Final = 1 << 28  # characters; the default would refuse a long note in a table
 _FROM_LINE: Final = re.compile(rb"^From ([^\n]{0,300})\n", re.MULTILINE)
 _FROM_DATE: Final = re.compile(
@@ -105,11 +110,28 @@ def decode_extracted(data: bytes) -> Extracted:
 def _extracted(read: Callable[[bytes], Extracted], data: bytes) -> Extracted:
     """Read one message. An unreadable message does not affect the others of its mailbox."""
     try:
-        return read(data)
+        with _limited(MAIL_S + len(data) / _BYTES_A_S):
+            return read(data)
     except UnreadableError as exc:
         return Extracted(reason=str(exc))
     except (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return Extracted(reason="a damaged mail")
+
+
+@contextmanager
+def _limited(cpu_s: float) -> Iterator[None]:
+    """Limit the processor time of a message. The parser of pages is quadratic on pages of unclosed tags."""
+
+    def end(_signal: int, _frame: object) -> None:
+        raise UnreadableError("takes too long to read")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _pdf(data: bytes) -> Extracted:

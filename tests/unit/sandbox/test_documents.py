@@ -5,6 +5,7 @@ from email.message import EmailMessage
 
 import pytest
 
+from permille.sandbox import documents
 from permille.sandbox.documents import texts_of
 
 
@@ -52,6 +53,15 @@ def test_a_known_length_keeps_a_whole_mailbox_in_a_mail() -> None:
     assert [text.endswith("Inner.") for text in _texts(".mbox", box)] == [True, False]
     wrong = f"{FROM}{HEAD}Content-Length: 99999\n\nOne.\n\n{FROM}{HEAD}Content-Length: 1\n\nTwo.\n"
     assert _texts(".mbox", wrong) == ["One.", "Two."]
+
+
+def test_a_mail_that_takes_too_long_costs_a_mailbox_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "MAIL_S", 0.1)
+    page = "Content-Type: text/html\n\n" + "<!--" * 100_000
+    assert _texts(".mbox", f"{FROM}{page}\n\n{FROM}{HEAD}\nTwo.\n") == [
+        "skipped: takes too long to read",
+        "Two.",
+    ]
 
 
 def test_odd_mails_cost_a_mailbox_no_other() -> None:
