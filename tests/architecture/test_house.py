@@ -221,6 +221,7 @@ def test_there_is_one_version_number() -> None:
         ("permille_keeper.main", {"torch", "pydantic", "sqlalchemy", "httpx"}),
         ("permille_agent.cli.main", {"torch", "transformers", "fastapi", "sqlalchemy", "celery"}),
         ("permille_service.app", {"torch", "transformers", "bitsandbytes", "datasets"}),
+        ("permille_personal.command", {"torch", "transformers", "permille_agent", "numpy", "httpx"}),
     ],
 )
 def test_importing_a_room_loads_nothing_that_it_may_not(module: str, forbidden: set[str]) -> None:
