@@ -3,6 +3,7 @@
 The bytes are made here from the text of FORMAT. If the error is elsewhere, the digest is correct.
 """
 
+import ast
 import json
 import stat
 import struct
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import permille_agent
 from permille.engines.light.engine import LightEngine
 from permille.engines.memory import decode_memory, encode_memory, largest_memory
 from permille.errors import PackageError
@@ -176,3 +178,18 @@ def test_removed_text_leaves_no_memory(tmp_path: Path) -> None:
         assert model.memory_text() == ""
         assert (model.values(model.variants[0]) == device.used_values()).all()
     assert "memory was erased" in show_run(device.home, None, RememberingBigramEngine).read_text()
+
+
+@pytest.mark.parametrize("room", ["federation", "link/report.py", "link/client.py", "link/api.py"])
+def test_what_talks_to_a_service_never_names_a_memory(room: str) -> None:
+    """Rounds and reports cannot send what they do not open."""
+    top = Path(permille_agent.__file__).parent / room
+    sources = [top] if top.is_file() else sorted(top.rglob("*.py"))
+    assert sources
+    for source in sources:
+        named = {
+            node.attr if isinstance(node, ast.Attribute) else node.name
+            for node in ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Attribute | ast.alias)
+        }
+        assert not named & {"memory", "personal_memory", "read_memory", "decode_memory", "KeyValues"}, source
