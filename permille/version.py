@@ -6,7 +6,7 @@ agent.
 
 __version__ = "0.1.0"
 RESULTS = 2
-"""Raise this with each change that gives another result for an equal request, such as of how rows are drawn.
+"""Version of the results. Raise it with each change after which an equal request gives another result.
 
-The service then works again for a request that it has answered before.
+An example is a change of how rows are drawn. The service then computes requests again that it has answered.
 """

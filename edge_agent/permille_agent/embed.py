@@ -191,7 +191,7 @@ def personalise(
     if prepared.stages:
         raise InputError(
             f"There is too little text: at least {NEEDED_TOKENS} tokens are needed to train, select and "
-            "judge."
+            "judge. Add text."
         )
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(

@@ -92,8 +92,8 @@ def check_key_values(known: KeyValues, limits: ModelLimits, shape: tuple[int, in
     _check_ids(known.id_S, limits)
     if limits.positions is not None and len(known) > limits.positions - 2:
         raise InputError(
-            f"The beginning has {len(known)} tokens, and the model takes {limits.positions}. At least 2 must "
-            "follow it."
+            f"The beginning has {len(known)} tokens, and the model takes {limits.positions}. Shorten the "
+            "beginning, so that at least 2 can follow it."
         )
 
 

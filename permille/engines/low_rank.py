@@ -66,7 +66,8 @@ def low_rank_changes(
     change_K, start = values_K - package.values(), 0
     if not change_K.any():
         raise InputError(
-            "This model has the package's own values. There is no change to export as an adapter."
+            "This model has the package's own values. There is no change to export as an adapter. Train "
+            "first, or leave out --base."
         )
     for info in package.manifest.tensors:
         change_k = change_K[start : start + info.count]

@@ -146,7 +146,7 @@ def _pdf(data: bytes) -> Extracted:
 
 def _word(data: bytes) -> Extracted:
     if data.startswith(_OLE):
-        raise UnreadableError("has a password, or is of an old Word")
+        raise UnreadableError("has a password, or is in the old format of Word (save it as .docx)")
     return Extracted(word_text(data))
 
 

@@ -77,7 +77,7 @@ def data_add(
       permille-agent data add ~/notes ~/mail/sent.jsonl
 
     Your files stay where they are. An index with a copy of their text is written to the home folder, which
-    only you can read. `chat`, `generate --chat` and `serve` find passages in it that fit a question.
+    only you can read. In it, `chat`, `generate --chat` and `serve` find passages that fit a question.
     """
     home = home_of(context)
     paths = [path.expanduser() for path in paths]
@@ -103,13 +103,13 @@ def data_list(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @data.command("repair")
 def data_repair(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Write a damaged list of files and folders, and the index of their text, again.
+    """Repair a damaged list of files and folders, and rebuild the index of their text.
 
     [bold]Examples[/bold]
 
       permille-agent data repair
 
-    Your files stay as they are. This keeps each path that can still be read, and shows them. Add the missing
+    Your files stay as they are. This keeps and shows each path that can still be read. Add the missing
     ones again with `permille-agent data add`. The index of your text is built again from these paths.
     """
     from permille_agent.text.notes import erase_index
@@ -131,9 +131,9 @@ def data_remove(
 ) -> None:
     """Stop training on these files or folders.
 
-    The files stay. Their text is erased from the index in the home folder, also if they were only named to
-    `train`, and so is a memory that holds it. The state of the personal model keeps what it learned from them
-    until `reset` or `forget`.
+    The files stay. Their text is erased from the index in the home folder, even if you only named them to
+    `train`. Memories that were made from them are erased, too. The state of the personal model keeps what it
+    learned from them until `reset` or `forget`.
     """
     from permille_agent.link.forget import forget_memories
     from permille_agent.text.notes import remove_text

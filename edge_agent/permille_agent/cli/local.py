@@ -298,8 +298,9 @@ def serve(
 
     The server listens on loopback only. It prints the name of a file with a token. Clients send this token as
     their API key. The models are `personal`, `personal-no-memory`, `pooled` and `base`, if the device has
-    them. A request for any other name gets the first of these. This first model also reads passages of your
-    text that fit a message, and the answer lists them in the field `notes`.
+    them. A request for any other name gets the first of these. This first model and
+    `personal-no-memory` also read passages of your text that fit a message. The answer lists them in the
+    field `notes`.
     """
     from permille_agent.local.serve import LocalServer, read_or_make_access
 
@@ -338,7 +339,8 @@ def export(
         typer.Option(
             "--type",
             help="Type of the weights in a GGUF file: f32, f16, q8_0, q4_0 or source. Default: source for "
-            "packages with the codes of a GGUF file, else q8_0. A lora is f32 (default, exact) or f16.",
+            "packages with the codes of a GGUF file, else q8_0. For --format lora: f32 (default, exact) or "
+            "f16.",
         ),
     ] = None,
     like: Annotated[
@@ -369,9 +371,9 @@ def export(
     The export merges your changes into the weights. --format gguf is for llama.cpp and Ollama. With --like,
     llama.cpp cuts texts into the same tokens as with the given file. --format lora writes your changes alone,
     as a small file that llama.cpp loads beside the model (llama-cli --lora). --format peft does this for
-    peft. --format executorch needs torch and ExecuTorch's exporter. The export is personal data. Other
-    programs cannot load a memory, so it stays behind. With --memory-text, the Modelfile has its text as the
-    system message.
+    peft. --format executorch needs torch and ExecuTorch's exporter. The export is personal data. It has no
+    memory, because other programs cannot load one. With --memory-text, the Modelfile has the text of the
+    memory as the system message.
     """
     from permille.engines.export import export_peft, export_transformers
     from permille.package.blobs import BlobFolder
@@ -382,11 +384,11 @@ def export(
     from permille_agent.training.run import RunFolder
 
     if kind is not None and form not in (ExportForm.GGUF, ExportForm.LORA):
-        raise InputError(f"--type is for --format gguf and lora, and the format is {form}.")
+        raise InputError(f"--type needs --format gguf or lora, not {form}. Leave --type out.")
     if like is not None and form is not ExportForm.GGUF:
-        raise InputError(f"--like is for --format gguf, and the format is {form}.")
+        raise InputError(f"--like needs --format gguf, not {form}. Leave --like out.")
     if memory_text and (form is not ExportForm.GGUF or base):
-        raise InputError("--memory-text is for the personal model in --format gguf, which has a Modelfile.")
+        raise InputError("--memory-text needs --format gguf without --base. Leave --memory-text out.")
     home = home_of(context)
     active = require_active(home)
     folder = folder.expanduser().absolute()

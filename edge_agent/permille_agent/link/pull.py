@@ -3,7 +3,8 @@
 Steps:
 
 1. Refresh the signed metadata.
-2. Choose the version: that of an extension, such as of a rollout whose wave is open, else that of the alias.
+2. Choose the version. An extension may name one, such as a rollout whose wave is open. Otherwise, take the
+   version of the alias.
 3. Fetch the manifest by its signed digest, and compare the size of the missing blobs with the free space.
 4. Download the missing blobs, verify the package as a whole, and install it.
 

@@ -9,7 +9,7 @@ with a text that was read before, token by token. So an edited message, another 
 system message, and a template that rewrites earlier turns are right, too.
 
 - Logits are those of the whole text up to rounding, so greedy answers have the same tokens.
-- Texts that were not used for longest are dropped first. A text beyond the limit keeps its beginning.
+- The least recently used texts are dropped first. A text beyond the limit keeps its beginning.
 - Keys and values can reveal their text. They are in memory only.
 
 An engine that always reads a text from its first token on keeps nothing.

@@ -6,11 +6,11 @@
 
 Rules:
 
-- A trained state gives a person's voice and no facts. So passages of the text stand before each question.
+- A trained state gives a person's voice, but few facts. So passages of the text stand before each question.
 - They are in the user's message, because not all templates take a system message. Like any message, they are
   text: no special token in them is read as one.
-- Only the last question has passages. Those of earlier questions distract a small model: with them, SmolLM2
-  answered 4 of 12 later questions of conversations rightly, and 7 without.
+- Only the last question has passages. Those of earlier questions distract a small model. With them, SmolLM2
+  answered 4 of 12 later questions of conversations rightly. Without them, it answered 7.
 - If nothing fits, the question stays as it is, and the answer comes from the model alone. Only a question
   about the notes gets `NOTHING` as its answer, because a model would invent some.
 """

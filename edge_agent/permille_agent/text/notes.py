@@ -36,14 +36,14 @@ MOST_PASSAGES: Final = 3
 LEAST_CHARACTERS: Final = 40
 MOST_CHARACTERS: Final = 600
 MOST_WORDS: Final = 64
-"""Words of a question. A longer message brings its own context, and nothing is searched for it."""
+"""Largest number of words of a question. A longer message has its own context, so it gets no passages."""
 LEAST_COVERED: Final = 0.4
 """Share of a question's words that a passage must have, where rare words count more than frequent ones.
 
 With a larger share, more questions about the notes find nothing, and a model then invents an answer. With a
-smaller one, more general questions get a passage, which costs some reading: their answers stay right."""
+smaller one, more general questions get a passage. Their answers stay right, but reading it takes time."""
 CLOSE: Final = 0.7
-"""Share of the best passage's part of the question's words, which any other passage must have."""
+"""Share of the best passage's words of the question that each other passage must have."""
 _WAIT_S: Final = 30.0  # for another process that writes
 _TABLE: Final = (
     "CREATE VIRTUAL TABLE IF NOT EXISTS passages USING fts5(text, source UNINDEXED, "
@@ -190,7 +190,8 @@ def _opened(home: Home) -> Iterator[sqlite3.Connection]:
     except sqlite3.Error as exc:
         if "no such module" in str(exc):
             raise OperatorError(
-                "Your notes are not searched, because this Python's SQLite lacks FTS5."
+                "Your notes are not searched, because this Python's SQLite lacks FTS5. Use another Python "
+                "to search them."
             ) from exc
         raise OperatorError(
             f"The index of your notes, {home.notes}, cannot be used: {exc}. Run `permille-agent data repair` "

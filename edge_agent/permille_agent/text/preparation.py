@@ -172,7 +172,9 @@ def prepare_untested(documents: Sequence[Document], tokenizer: TextTokenizer, *,
     counts = dict.fromkeys(Split, SplitCount(tokens=0, documents=0))
     total = sum(document.targets for document in tokenized)
     if total < REMEMBERED_TOKENS:
-        raise InputError(f"A memory needs at least {REMEMBERED_TOKENS} tokens of text, got {total}.")
+        raise InputError(
+            f"A memory needs at least {REMEMBERED_TOKENS} tokens of text, got {total}. Add text."
+        )
     return Prepared(
         train=[],
         select=[],

@@ -119,4 +119,4 @@ def read_memory(folder: RunFolder, package: Package, state: str | None) -> KeyVa
         return decode_memory(package, state, data)
     except PackageError as exc:
         message = str(exc).removeprefix(f"{exc.code}: ")
-        raise PackageError(exc.code, f"{message} --no-memory leaves it off: the state still works.") from exc
+        raise PackageError(exc.code, f"{message} Use --no-memory to answer without it.") from exc

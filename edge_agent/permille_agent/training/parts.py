@@ -1,6 +1,6 @@
 """Choice of the parts of a personal model: the state, the memory, or both.
 
-- The select split chooses the model with the lowest loss. If the base has it, no model is judged.
+- The select split chooses the model with the lowest loss. If this is the base, nothing is judged.
 - A short text has no select split. There, the rule is fixed: both if there is a state, else the memory. On
   every text and size that was measured, state and text together had the lowest loss (docs/adr/0040).
 - With the memory on, the base's right answers to general questions must stay right. If they do not, the

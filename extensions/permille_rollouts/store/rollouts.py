@@ -296,7 +296,10 @@ _NOT_FAILED: Final = (ReportCode.OK.value, ReportCode.SILENT.value)
 
 
 def sweep(db: Database) -> None:
-    """Advance every running rollout. One that fails stops no other. The next sweep continues after a kill."""
+    """Advance every running rollout. If one fails, the others still advance.
+
+    After a kill, the next sweep continues.
+    """
     with db.read() as session:
         running = session.execute(
             select(Rollout.tenant_id, Rollout.id).where(Rollout.state == RolloutState.RUNNING.value)

@@ -70,7 +70,7 @@ def export_gguf_adapter(
     """
     kind = choice_of(BlockType, kind, "a type")
     if kind not in (BlockType.F32, BlockType.F16):
-        raise InputError(f"An adapter is f32 or f16, and the type is {kind}.")
+        raise InputError(f"An adapter is f32 or f16, not {kind}. Choose one of these types.")
     dtype = np.float32 if kind is BlockType.F32 else np.float16
     values_K, description = checked_values(package, values_K), describe(package.config)
     adapter = package.manifest.adapter

@@ -139,7 +139,7 @@ def _all_spent(session: Session, federation: Federation, row: Round) -> bool:
 def sweep(db: Database) -> None:
     """End the rounds whose deadline has passed, and the rounds whose job ended without a result.
 
-    Each round is handled in a short transaction of its own, and one that fails stops no other. If its job
+    Each round is handled in a short transaction of its own. If one fails, the others still run. If its job
     has the state `failed`, the federation pauses, since an operator must look for the cause.
     """
     with db.read() as session:

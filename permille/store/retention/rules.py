@@ -78,7 +78,10 @@ def set_rule(session: Session, *, tenant_id: str, token_id: str, rule: Retention
 
 
 def apply_all(db: Database) -> None:
-    """Apply the rules of all tenants. One that fails stops no other. Workers do this before a collection."""
+    """Apply the rules of all tenants. Workers do this before a collection.
+
+    If the rules of one tenant fail, those of the others still apply.
+    """
     with db.read() as session:
         rows = session.scalars(select(tables.RetentionRule).order_by(tables.RetentionRule.tenant_id)).all()
     run_each(partial(_apply_whole, db, row.tenant_id, row.token_id) for row in rows)

@@ -122,7 +122,7 @@ def test_a_damaged_memory_is_named_and_the_state_still_works(
 ) -> None:
     memory = folder_of(device, train(device)).memory
     memory.write_bytes(damage(memory.read_bytes()))
-    with pytest.raises(PackageError, match="--no-memory leaves it off: the state still works"):
+    with pytest.raises(PackageError, match="Use --no-memory to answer without it"):
         LocalModel(device.home, RememberingBigramEngine)
     with LocalModel(device.home, RememberingBigramEngine, memory=False) as model:
         assert (model.values(Variant.PERSONAL) == device.used_values()).all()
