@@ -66,7 +66,7 @@ def messages(broker_url: str) -> int:
     """Return how many messages Celery has sent through Redis.
 
     Raises:
-        StackError: none, so the service uses another way.
+        StackError: no message went through Redis.
     """
     import redis  # the full stack needs the extra `celery`
 

@@ -23,7 +23,7 @@ def reaches_hub() -> bool:
 def included_corpus() -> Path | None:
     """Return the path of the public text, in the installed package or in the examples of a checkout.
 
-    None: this installation has none, as the images of the service.
+    None if this installation has no such text, as in the images of the service.
     """
     places = (
         Path(__file__).with_name("corpus.jsonl.gz"),

@@ -1,7 +1,7 @@
 """A change of sparse weights as low-rank matrices, without error.
 
 The changed weights of a linear are the edges of a bipartite graph of rows and columns. A set of rows and
-columns that covers all edges gives B A: for a covered row, A has the row's change and B a unit vector. For a
+columns that covers all edges gives B A. For a covered row, A has the row's change and B a unit vector. For a
 covered column, A has a unit vector and B the column's change. By König's theorem, the smallest cover has as
 many members as the largest matching. So the rank is the smallest that such unit vectors allow.
 

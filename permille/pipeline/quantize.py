@@ -67,8 +67,8 @@ class Evaluation:
 def nearest_codes(model: SourceModel, how: Quantization) -> Codes:
     """Return the nearest codes of nf4, int4 or int8.
 
-    Each pass over the codes rounds the weights again. This is cheaper than to read stored codes, and only one
-    tensor is in memory at a time.
+    Each pass over the codes rounds the weights again. This is cheaper than reading stored codes, and
+    only one tensor is in memory at a time.
     """
     return Codes(tensors=lambda: coded_tensors(model.checkpoint, how), provenance={"versions": versions()})
 

@@ -1,7 +1,7 @@
 """Text of Word and OpenDocument files, which are archives of XML.
 
-The text is what a reader of the final document sees: with insertions that were recorded, and without
-deleted text, comments and codes of fields.
+The text is what a reader of the final document sees. It has tracked insertions, but no deleted text, comments
+or codes of fields.
 """
 
 from collections.abc import Iterator

@@ -69,7 +69,8 @@ def with_passages(home: Home, turns: Turns) -> tuple[Turns, Consulted]:
     """Put the passages that fit before the last question of a chat.
 
     Returns:
-        The turns, and what was found. Questions to which `NOTHING` was the answer are left out.
+        The turns, and what was found. Questions to which `NOTHING` was the answer are left out. If the index
+        cannot be used, the turns have no passages.
     """
     # A small model would repeat this fixed answer, so it and its question are left out.
     following = [*turns[1:], ("", "")]

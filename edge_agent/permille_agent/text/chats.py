@@ -17,7 +17,7 @@ NOTICES: Final = "notice or placeholder of a chat"
 # Marks of the direction of writing, which both apps put around names, times and their own words.
 _DIRECTIONS: Final = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 # "[12/03/24, 10:02:11 PM] " on iOS, "12.03.24, 10:02 - " on Android, with the order of the phone's language.
-# Korean Android ends the time by a comma.
+# Android in Korean ends the time with a comma.
 _LINE: Final = re.compile(
     r"\[?(?P<date>\d{1,4}(?:([./-]) ?\d{1,2}\2|년 \d{1,2}월) ?\d{1,4}[.일]?)"
     r"(?:[^\d\n]{1,8}(?P<korean>오[전후] )|[^\d\n]{1,12})"

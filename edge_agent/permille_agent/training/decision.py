@@ -12,8 +12,8 @@ The model is adopted if it is significantly better in each comparison. Decisions
 need stronger evidence. This bounds the probability of any false adoption on a device.
 
 - If the active model cannot be opened, the comparison with the base decides.
-- If the active model belongs to another package, each model reads the same documents with its own tokenizer,
-  and the losses are compared per byte.
+- If the active model belongs to another package, each model reads the same documents with its own
+  tokenizer. The losses are then compared per byte.
 - A short text is split into parts (`preparation.py`). Each part after the first tests a state that was
   trained on the parts before it. The final state is trained on the whole text. If the final state is adopted,
   later comparisons with it leave out this text. In the same way, each part judges a memory of the parts

@@ -34,7 +34,7 @@ EVALUATION_SHARE = 0.2  # part of the training time for evaluations; the fewest 
 JUDGEMENT_SHARE = (0.05, 0.4)  # smallest and largest part of the time for the judgement
 TRIALS = 4  # number of trials of a typical search
 JUDGED = 3  # number of models that the judgement evaluates: the base, the new one, and often the active one
-# The judgement of a run with a memory takes this many times as long: the state is judged alone, too, the
+# The judgement of a run with a memory takes this many times as long. The state is also judged alone, the
 # memory is read, and four models are evaluated on the select split.
 WITH_MEMORY = 1.5
 TIMED_ROWS = 8  # number of rows that are evaluated to measure the time per token

@@ -3,8 +3,8 @@
     checkpoint = GgufCheckpoint(Path("model.gguf"), Path("texts"))
     checkpoint.float32("model.norm.weight")
 
-All contents and the digest are those of the folder that `convert` writes, which is some five times as
-large as a file of 4 bits. Each access decodes the tensor again (ADR 41).
+All contents and the digest are those of the folder that `convert` writes. That folder would be some five
+times as large as a file of 4 bits. Each access decodes the tensor again (ADR 41).
 """
 
 import hashlib

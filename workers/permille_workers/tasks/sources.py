@@ -146,7 +146,7 @@ def model_facts(checkpoint: Checkpoint, digest: str, *, size_bytes: int | None =
     Args:
         checkpoint: the model.
         digest: digest of its weights.
-        size_bytes: size of the file that the checkpoint was decoded from. None: it is the model itself.
+        size_bytes: size of the file that the checkpoint was decoded from. None if it is the model itself.
     """
     return ModelFacts(
         family=checkpoint.family.value,
