@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from permille.engines.export import export_peft, export_transformers
+from permille.engines.export import export_transformers
 from permille.errors import InputError
 from permille.files import write_atomic
 from permille.package.blobs import BlobFolder
@@ -255,6 +255,8 @@ class Personalizer:
 
             export_gguf_adapter(package, values_K, target)
         else:
+            from permille.engines.peft_export import export_peft  # needs the lora extra
+
             export_peft(package, values_K, target)
         return target
 

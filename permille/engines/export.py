@@ -1,9 +1,6 @@
-"""Export of a package to folders that unmodified transformers and peft load.
+"""Export of a package to a folder that unmodified transformers loads.
 
 `export_transformers` writes decoded weights with the sparse values set, or with an adapter merged.
-`export_peft` writes an adapter alone. Load the adapter onto the package's own model (exported without values)
-or onto the source model. The source model is not quantized, so with it, results differ a little from those of
-the package.
 
 Tensors are written one by one, so memory depends on the size of the largest tensor, not on that of the model.
 A folder appears only when it is complete. A failed export leaves no folder.
@@ -12,24 +9,22 @@ A folder appears only when it is complete. A failed export leaves no folder.
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.engines.low_rank import adapter_matrices, low_rank_changes
 from permille.errors import InputError
 from permille.files import fsync_folder, write_atomic
 from permille.models.families import expected_tensors
-from permille.package.manifest import AdapterInfo
+from permille.package.manifest import TensorInfo
 from permille.package.reader import Package
 from permille.quantization import dequantize
 from permille.tensors import write_float32
 
 WEIGHTS_FILE = "model.safetensors"
-CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 def export_transformers(package: Package, values_K: NDArray[np.float32] | None, folder: Path) -> None:
@@ -67,60 +62,6 @@ def export_transformers(package: Package, values_K: NDArray[np.float32] | None, 
         )
 
 
-def export_peft(package: Package, values_K: NDArray[np.float32] | None, folder: Path) -> None:
-    """Write a folder for `peft.PeftModel.from_pretrained(base, folder)`.
-
-    Sparse values become LoRA matrices whose product is their change, without error. Each linear has a rank of
-    its own. LoRA-FA is written as LoRA.
-
-    Args:
-        package: the package.
-        values_K: float32 [package.k], the masked weights or the adapter's numbers. None takes the package's
-            values, which change nothing.
-        folder: a new or empty folder. Its parent folder must exist.
-
-    Raises:
-        InputError: no masked weight differs from the package's, the values have another shape or dtype or
-            are not finite, or the folder is not empty.
-        OSError: the file system failed. No folder is left.
-    """
-    values_K = checked_values(package, values_K)
-    shapes: dict[str, tuple[int, ...]] = {}
-    rank_of: dict[str, int] = {}
-    for info, a_RK, b_NR in low_rank_changes(package, values_K):
-        module = info.name.removesuffix(".weight")
-        name = f"base_model.model.{module}.lora"
-        shapes |= {f"{name}_A.weight": a_RK.shape, f"{name}_B.weight": b_NR.shape}
-        rank_of[module] = len(a_RK)
-    # Compute the matrices a second time, so that no more than one pair is in memory.
-    matrices = (matrix for _, *both in low_rank_changes(package, values_K) for matrix in both)
-    with new_folder(folder) as temporary:
-        write_atomic(temporary / CONFIG_FILE, _peft_config(package.manifest.adapter, rank_of))
-        write_float32(temporary / ADAPTER_FILE, shapes, matrices)
-
-
-def _peft_config(adapter: AdapterInfo | None, rank_of: Mapping[str, int]) -> bytes:
-    rank, alpha = (1, 1.0) if adapter is None else (adapter.rank, adapter.alpha)
-    config: dict[str, object] = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        # The user chooses the base when loading the adapter: an export of the package, or the source model.
-        "base_model_name_or_path": None,
-        "r": rank,
-        "lora_alpha": alpha,
-        # Use full paths, because peft would match a bare name in layers outside of the scope, too.
-        "target_modules": list(rank_of),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "lora_dropout": 0.0,
-    }
-    if adapter is None:
-        # peft multiplies B A by alpha / rank, which must be 1 here.
-        config |= {"rank_pattern": rank_of, "alpha_pattern": rank_of}
-    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-
-
 def checked_values(package: Package, values_K: NDArray[np.float32] | None) -> NDArray[np.float32]:
     """Check the values to write, and return them. None takes the package's values.
 
@@ -136,6 +77,21 @@ def checked_values(package: Package, values_K: NDArray[np.float32] | None) -> ND
     if not np.isfinite(values_K).all():
         raise InputError("The values contain NaN or infinity. Export another state.")
     return values_K
+
+
+def adapter_matrices(
+    package: Package, values_K: NDArray[np.float32]
+) -> Iterator[tuple[TensorInfo, NDArray[np.float32], NDArray[np.float32]]]:
+    """Yield the tensor, A [rank, K] and B [N, rank] of each linear in the scope of a package's adapter."""
+    start = 0
+    for info in package.manifest.tensors:
+        if info.count:
+            a_RK, part = package.adapter_matrix(info.name), values_K[start : start + info.count]
+            # FORMAT 4.10: the values are A, then B. The A of LoRA-FA is frozen and not among the values.
+            b_N = part[info.count - info.shape[0] * len(a_RK) :]
+            trained = part[: info.count - len(b_N)]
+            yield info, trained.reshape(a_RK.shape) if len(trained) else a_RK, b_N.reshape(-1, len(a_RK))
+        start += info.count
 
 
 @contextmanager

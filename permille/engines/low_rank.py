@@ -12,7 +12,10 @@ from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
 
+from permille.engines.export import adapter_matrices
 from permille.errors import InputError
 from permille.package.manifest import TensorInfo
 from permille.package.reader import Package
@@ -27,10 +30,6 @@ def exact_factors(change_NK: NDArray[np.float32]) -> tuple[NDArray[np.float32], 
         >>> len(a_RK), (b_NR @ a_RK == change_NK).all()
         (2, np.True_)
     """
-    # Only this function needs scipy, and a device that exports nothing need not have it.
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import maximum_bipartite_matching
-
     row_E, column_E = np.nonzero(change_NK)
     edges = csr_array((np.ones(len(row_E), np.int8), (row_E, column_E)), shape=change_NK.shape)
     column_N = maximum_bipartite_matching(edges, perm_type="column")  # -1 for a row without a partner
@@ -76,21 +75,6 @@ def low_rank_changes(
             change_NK = np.zeros(info.shape, np.float32)
             change_NK.reshape(-1)[package.mask(info.name)] = change_k
             yield info, *exact_factors(change_NK)
-
-
-def adapter_matrices(
-    package: Package, values_K: NDArray[np.float32]
-) -> Iterator[tuple[TensorInfo, NDArray[np.float32], NDArray[np.float32]]]:
-    """Yield the tensor, A [rank, K] and B [N, rank] of each linear in the scope of a package's adapter."""
-    start = 0
-    for info in package.manifest.tensors:
-        if info.count:
-            a_RK, part = package.adapter_matrix(info.name), values_K[start : start + info.count]
-            # FORMAT 4.10: the values are A, then B. The A of LoRA-FA is frozen and not among the values.
-            b_N = part[info.count - info.shape[0] * len(a_RK) :]
-            trained = part[: info.count - len(b_N)]
-            yield info, trained.reshape(a_RK.shape) if len(trained) else a_RK, b_N.reshape(-1, len(a_RK))
-        start += info.count
 
 
 def _units(chosen_N: NDArray[np.bool_]) -> NDArray[np.float32]:

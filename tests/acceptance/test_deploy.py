@@ -293,7 +293,11 @@ def test_every_setting_that_is_named_exists() -> None:
 def test_every_number_that_is_asked_for_is_told() -> None:
     sources = [
         Path(__file__).parents[2] / name
-        for name in ("service/permille_service/observing.py", "workers/permille_workers/runtime/metrics.py")
+        for name in (
+            "service/permille_service/observing.py",
+            "extensions/permille_rollouts/service/extension.py",
+            "workers/permille_workers/runtime/metrics.py",
+        )
     ]
     told = {name for source in sources for name in re.findall(r'"(permille_[a-z_]+)"', source.read_text())}
     dashboard = json.loads((DEPLOY / "grafana/permille.json").read_text())

@@ -375,7 +375,7 @@ def export(
     memory, because other programs cannot load one. With --memory-text, the Modelfile has the text of the
     memory as the system message.
     """
-    from permille.engines.export import export_peft, export_transformers
+    from permille.engines.export import export_transformers
     from permille.package.blobs import BlobFolder
     from permille.package.reader import Package
     from permille_agent.local.model import memory_text_of
@@ -411,12 +411,12 @@ def export(
         export_transformers(package, values_K, folder)
     elif form is ExportForm.PEFT:
         with _needing("lora"):
-            export_peft(package, values_K, folder)
+            from permille.engines.peft_export import export_peft
+        export_peft(package, values_K, folder)
     elif form is ExportForm.LORA:
         with _needing("lora"):
             from permille.engines.gguf.adapter import export_gguf_adapter
-
-            adapter = export_gguf_adapter(package, values_K, folder, kind=kind or "f32")
+        adapter = export_gguf_adapter(package, values_K, folder, kind=kind or "f32")
         document |= {"type": adapter.kind.value, "bytes": adapter.size_bytes}
         document |= {"linears": adapter.linears, "largest_rank": adapter.largest_rank}
         document["change_kept"] = round(adapter.kept, 6)

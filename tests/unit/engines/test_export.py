@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from permille.choices import AdapterKind
 from permille.engines.executorch.exporting import dual_model
-from permille.engines.export import ADAPTER_FILE, CONFIG_FILE, export_peft, export_transformers
+from permille.engines.export import export_transformers
 from permille.engines.gguf.export import export_gguf
 from permille.engines.light.engine import LightEngine
+from permille.engines.peft_export import ADAPTER_FILE, CONFIG_FILE, export_peft
 from permille.errors import InputError
 from permille.package.build import ChosenAdapter
 from permille.quantization.types import Scheme
