@@ -30,7 +30,7 @@ from torch.nn import functional
 from permille.digests import canonical_json, digest_of
 from permille.errors import InputError
 from permille.files import fsync_folder, write_atomic
-from permille.memory import give_back
+from permille.machine_memory import give_back
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors
 from permille.models.layerwise import DecoderLayer, LayerStream

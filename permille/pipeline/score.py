@@ -18,7 +18,7 @@ import torch
 
 from permille.errors import OperatorError
 from permille.files import write_atomic
-from permille.memory import available_memory
+from permille.machine_memory import available_memory
 from permille.models.checkpoint import Checkpoint
 from permille.models.families import scoped_tensors, shape_of
 from permille.models.layerwise import LayerStream, whole_model

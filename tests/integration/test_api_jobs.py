@@ -141,7 +141,7 @@ def test_work_that_the_machine_cannot_hold_is_refused_with_figures(
 def test_the_memory_of_the_largest_worker_decides_and_not_that_of_the_api(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("permille.memory._system_memory", lambda: 1)
+    monkeypatch.setattr("permille.machine_memory._system_memory", lambda: 1)
     write_model(tmp_path / "models" / "tiny")
     with running_api(tmp_path, model_root=tmp_path / "models") as api:
         body = {"kind": "mask", "request": {"model_id": add_model(api), **MASK}}

@@ -28,7 +28,7 @@ from permille.engines.interface import Engine, remembering
 from permille.engines.key_values import KeyValues
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError
-from permille.memory import available_memory
+from permille.machine_memory import available_memory
 
 MOST_BYTES: Final = 256 << 20
 """Memory for all texts: 5,800 tokens of SmolLM2-135M, or 4,000 of Llama-3.2-1B."""

@@ -23,7 +23,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.lattice import values
 from permille_agent.local.conversations import Conversations
-from permille_agent.local.notes import ANSWER_TOKENS, NOTHING, Consulted, asks_about_notes, with_passages
+from permille_agent.local.passages import ANSWER_TOKENS, NOTHING, Consulted, asks_about_notes, with_passages
 from permille_agent.state.home import Home, first_error
 from permille_agent.state.models import Active, opening, require_active
 from permille_agent.text.documents import Learn

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 from sqlalchemy.exc import DBAPIError
 
-from permille.memory import available_memory
+from permille.machine_memory import available_memory
 from permille.package.blobs import BlobFolder
 from permille.store import devices, uploads
 from permille.store.database import Database

@@ -16,7 +16,7 @@ from permille_agent.cli import main as cli
 from permille_agent.link.forget import forget
 from permille_agent.local import ollama_schema, openai_schema
 from permille_agent.local.model import Generated, LocalModel, Sampling
-from permille_agent.local.notes import NOTHING, Consulted
+from permille_agent.local.passages import NOTHING, Consulted
 from permille_agent.local.replies import Reply
 from permille_agent.personalizer import Personalizer
 from permille_agent.state.home import Home, open_home

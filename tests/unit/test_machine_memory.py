@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from permille import memory
+from permille import machine_memory as memory
 
 GIB = 2**30
 
