@@ -16,6 +16,7 @@ from permille.exits import CommandError, Exit
 from permille_service.access.proof import PATH, prove
 from permille_service.cli.client import Client
 from permille_service.cli.proving import ProvenTransport
+from tests.ports import free_port
 from tests.running_service import permille, running_service
 
 TOKEN = "pmo_" + "t" * 40
@@ -77,7 +78,7 @@ ANSWERS: dict[str, Answer] = {
 
 @pytest.mark.attack(25, "a stranger takes the port of a killed service, and gets the administrator's token")
 def test_the_token_does_not_go_to_a_stranger(tmp_path: Path) -> None:
-    with running_service(tmp_path, "--no-worker") as running:
+    with running_service(tmp_path, "--no-worker", "--port", str(free_port())) as running:
         port = int(running.url.rpartition(":")[2])
         url_path = running.data_dir / "service.url"
         assert running.permille("tokens", "list").returncode == 0
@@ -112,7 +113,7 @@ def test_an_answer_that_is_no_proof_gets_no_token(name: str) -> None:
 
 @pytest.mark.attack(25, "a stranger passes on the proof of the true service at another port")
 def test_a_proof_of_another_port_is_none(tmp_path: Path) -> None:
-    with running_service(tmp_path, "--no-worker") as running:
+    with running_service(tmp_path, "--no-worker", "--port", str(free_port())) as running:
 
         def passed_on(request: bytes) -> bytes:
             target = request.split()[1].decode()

@@ -182,6 +182,9 @@ def _opened(home: Home) -> Iterator[sqlite3.Connection]:
     try:
         if not home.notes.exists():
             home.notes.touch(mode=0o600)  # SQLite gives its journals the same mode
+    except OSError as exc:
+        raise OperatorError(f"Cannot write {home.notes}: {exc}") from exc
+    try:
         with closing(sqlite3.connect(home.notes, timeout=_WAIT_S)) as index, index:
             # Deleted text is overwritten by zeros.
             index.execute("PRAGMA secure_delete = ON")
