@@ -269,10 +269,10 @@ def warm(path: str) -> int:
     """Import all that tasks need, and wait for launchers."""
     import importlib
 
-    from permille_workers.tasks import TASKS
+    from permille_workers import tasks
 
-    for kind in TASKS:
-        importlib.import_module(f"permille_workers.tasks.{kind}")
+    for module in tasks._MODULES.values():
+        importlib.import_module(module)
     importlib.import_module("permille.pipeline.score")
     for name in (
         "permille.sensitivity.fisher",
