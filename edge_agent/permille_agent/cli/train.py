@@ -140,9 +140,9 @@ def train(
     memory: Annotated[
         int | None,
         typer.Option(
-            help="Largest number of tokens of your text that the model keeps in its memory. 0 makes none. "
-            "Default: 512. Runs with --engine torch or executorch, and runs that share their log or state, "
-            "have none."
+            help="Largest number of tokens of your text that the model keeps in its memory, at least 16. "
+            "0 makes none. Default: 512. Runs with --engine torch or executorch, and runs that share their "
+            "log or state, have none."
         ),
     ] = None,
     share_log: Annotated[

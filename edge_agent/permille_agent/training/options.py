@@ -22,6 +22,8 @@ from permille_agent.training.progress import SILENT, RunProgress
 
 DEFAULT_MINUTES = 30.0
 DEFAULT_MEMORY = 512
+# A smaller memory has no room for BOS, a separator and text.
+LEAST_MEMORY = 16
 DEFAULT_ESTIMATOR = EstimatorKind.GRADIENT
 # Directions per step. With these numbers, a step of SPSA, one-sided or split costs about 16 forward passes.
 # A step of `forward` always costs about 3 (`permille.zo.estimators`).
@@ -46,7 +48,6 @@ _RANGES = {
     "row_tokens": (8, 8192),
     "first_layer": (0, 1000),
     "keep_general": (0, 100),
-    "memory": (0, MAX_TOKENS),
 }
 
 
@@ -85,7 +86,7 @@ class TrainOptions:
         rate_scale: factor of the learning rate. Use less than 1 if training diverges.
         first_layer: first decoder layer whose masked weights are trained.
         keep_general: largest allowed rise of the loss on general text, in nats per token.
-        memory: largest number of positions of the memory. 0 makes none.
+        memory: largest number of positions of the memory, at least 16. 0 makes none.
     """
 
     seed: int = 0
@@ -118,6 +119,8 @@ class TrainOptions:
         # Ranges with an open lower end, which the table above cannot express.
         if self.minutes is not None and not 0 < self.minutes <= 10_080:
             raise InputError(f"--minutes must be above 0 and at most 10,080, got {self.minutes}")
+        if self.memory and not LEAST_MEMORY <= self.memory <= MAX_TOKENS:
+            raise InputError(f"--memory must be 0, or {LEAST_MEMORY} to {MAX_TOKENS:,}, got {self.memory}")
         if not 0 < self.rate_scale <= 16:
             raise InputError(f"--rate-scale must be above 0 and at most 16, got {self.rate_scale}")
         if self.method is Method.GRADIENT and self.queries:
@@ -165,9 +168,8 @@ class TrainOptions:
         A memory takes at most half of the positions, because a conversation needs the others.
         """
         row_tokens = min(self.row_tokens, positions)
-        return replace(
-            self, row_tokens=row_tokens, memory=min(self.memory, positions // 2, positions - row_tokens)
-        )
+        memory = min(self.memory, positions // 2, positions - row_tokens)
+        return replace(self, row_tokens=row_tokens, memory=memory if memory >= LEAST_MEMORY else 0)
 
     def definition(self) -> JSON:
         """Return the options as JSON for the digest of the run. All options affect the result of a run."""
