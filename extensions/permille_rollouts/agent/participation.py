@@ -248,7 +248,8 @@ def difference_of(run: RunFolder, part: Participation) -> float | None:
     """Return the rise of the loss from the earlier model to a run's model, in nats per token.
 
     If the earlier personal model was still in use, the run's decision has compared the two models on the same
-    text. Otherwise the losses of the two runs are compared, if the text has not changed.
+    text. Otherwise the losses of the two runs are compared, if the text has not changed. A memory never
+    counts, because it could hide a worse release: then only the losses of the states are compared.
 
     Returns:
         The difference, or None if the models cannot be compared.
@@ -256,7 +257,8 @@ def difference_of(run: RunFolder, part: Participation) -> float | None:
     decision, losses = run.load("decision", Decision), _losses_of(run)
     if decision is None or part.before is None:
         return None
-    if decision.against_active is not None and decision.incumbent.package == part.before.manifest_digest:
+    compared = decision.incumbent.package == part.before.manifest_digest and not _has_memory(run, decision)
+    if decision.against_active is not None and compared:
         return -decision.against_active.improvement
     if losses is None or part.losses is None or losses.data != part.losses.data:
         return None
@@ -264,6 +266,16 @@ def difference_of(run: RunFolder, part: Participation) -> float | None:
         return None
     # The tokenizers may differ, so the relative change in bits per byte is applied to the new loss.
     return losses.per_token * (1 - part.losses.bits_per_byte / losses.bits_per_byte)
+
+
+def _has_memory(run: RunFolder, decision: Decision) -> bool:
+    """Return whether a run's model or the model that it was compared with may have a memory."""
+    if decision.part.has_memory or decision.incumbent.run is None:
+        return decision.part.has_memory
+    with suppress(OperatorError):  # a damaged run must not hold back a pull
+        before = RunFolder(run.path.with_name(decision.incumbent.run)).load("decision", Decision)
+        return before is None or before.part.has_memory
+    return True
 
 
 def _offer(trusted: TrustedReleases, enrolment: Enrolment) -> Offer | None:
@@ -323,18 +335,18 @@ def _readable_policy(home: Home) -> Policy | None:
 
 
 def _losses_of(run: RunFolder | None) -> Losses | None:
-    """Return the losses of a run's model if it is surely better than its base, else those of the base."""
+    """Return the losses of a run's state if it is surely better than its base, else those of the base."""
     decision = None if run is None else run.load("decision", Decision)
     if run is None or decision is None:
         return None
-    found = (decision.loss_base, decision.bits_per_byte_base)
-    if decision.against_base is not None and decision.against_base.better:
-        found = (decision.loss_personal, decision.bits_per_byte_personal)
-    per_token, bits_per_byte = found
-    if per_token is None or bits_per_byte is None:
+    base, bits_per_byte = decision.loss_base, decision.bits_per_byte_base
+    own = decision.state_against_base
+    per_token = decision.loss_state if own is not None and own.better else base
+    if per_token is None or bits_per_byte is None or not base:
         return None
     data = run.require("run", BegunRun).definition.data
-    return Losses(data=data, per_token=per_token, bits_per_byte=bits_per_byte)
+    # Both losses are of the same tokens, so they have one ratio of bits per byte to nats per token.
+    return Losses(data=data, per_token=per_token, bits_per_byte=bits_per_byte * per_token / base)
 
 
 def _code_of(error: PermilleError) -> ReportCode | None:

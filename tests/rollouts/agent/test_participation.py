@@ -39,6 +39,7 @@ from permille_rollouts.offer import Choice, Offer, ReportCode, RolloutState, mem
 from permille_rollouts.schemas.rollouts import RolloutReport
 from permille_rollouts.state_machine import MAX_DIFFERENCE
 from permille_rollouts.windows import Window
+from tests.bigram_engine import RememberingBigramEngine
 from tests.device_service import DeviceService, Fault
 from tests.packages import tiny_package
 from tests.unit.edge_agent.runs import device_at, user_text
@@ -318,6 +319,27 @@ def test_the_retrained_model_is_compared_with_the_one_before(tmp_path: Path) -> 
     if decision.against_active is not None:
         assert difference == -decision.against_active.improvement
     assert difference_of(run, replace(part, before=None)) is None
+
+
+@pytest.mark.parametrize("memories", [(512, 512), (512, 0), (0, 512)])
+def test_no_difference_is_measured_with_a_memory(tmp_path: Path, memories: tuple[int, int]) -> None:
+    """A report has the losses of the states alone, which a memory of the text would hide."""
+    device = device_at(tmp_path / "device", user_text(tmp_path))
+    first = device.train(engine_of=RememberingBigramEngine, steps=2, memory=memories[0]).decision
+    before = installed_release(device.home)
+    losses = module._losses_of(module._newest_run(device.home, before.manifest_digest))  # type: ignore[union-attr]
+    assert first is not None and losses is not None
+    assert losses.per_token in (first.loss_state, first.loss_base)
+    second = device.install(2, seed=1)
+    found = device.train(engine_of=RememberingBigramEngine, steps=2, memory=memories[1]).decision
+    assert found is not None and found.loss_base is not None and found.loss_state is not None
+    assert found.state_against_base is not None
+    run = module._newest_run(device.home, second.digest)
+    part = module.Participation(rollout="r", version=2, before=before, losses=losses)
+    assert run is not None
+    own = found.loss_state if found.state_against_base.better else found.loss_base
+    # Both packages have one tokenizer, so losses per byte and per token have the same difference.
+    assert difference_of(run, part) == pytest.approx(own - losses.per_token)
 
 
 @pytest.mark.attack(2, "have a rollout signed that is none")
