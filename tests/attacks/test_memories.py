@@ -8,6 +8,7 @@ import json
 import stat
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from permille.engines.memory import decode_memory, encode_memory, largest_memory
 from permille.errors import PackageError
 from permille.package.reader import Package
 from permille.schemas.runs import LogForm
+from permille_agent.link import forget as forget_module
 from permille_agent.link.forget import forget_memories
 from permille_agent.link.report import collect_reports
 from permille_agent.local.model import LocalModel
@@ -31,7 +33,7 @@ from permille_agent.training.personal import shareable
 from permille_agent.training.run import RunFolder
 from tests.attacks.test_states import sealed
 from tests.bigram_engine import RememberingBigramEngine
-from tests.unit.edge_agent.runs import Device, device_at, user_text
+from tests.unit.edge_agent.runs import Device, Killed, device_at, user_text
 from tests.unit.engines.tiny import tiny_package
 from tests.unit.zo.logs import flipped
 
@@ -178,6 +180,50 @@ def test_removed_text_leaves_no_memory(tmp_path: Path) -> None:
         assert model.memory_text() == ""
         assert (model.values(model.variants[0]) == device.used_values()).all()
     assert "memory was erased" in show_run(device.home, None, RememberingBigramEngine).read_text()
+
+
+def test_text_is_found_by_a_path_with_dots_and_after_a_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, folder = _trained(tmp_path)
+    moved = device.text.rename(tmp_path / "moved.txt")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    again = replace(device, text=Path("../moved.txt")).train(engine_of=RememberingBigramEngine, steps=2)
+    assert (again.run, again.known) == (folder.name, True)
+    for path in (moved, Path("../user.txt"), Path("../here/../moved.txt")):
+        folder.memory.write_bytes(b"memory")
+        assert forget_memories(device.home, [path]) == 1
+        assert not folder.memory.exists()
+
+
+def test_an_erasure_that_was_interrupted_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, folder = _trained(tmp_path)
+    show_run(device.home, None, RememberingBigramEngine)
+    # A kill in the middle of a write leaves such files.
+    for name in ("memory.kv", "samples.json", "show.html"):
+        (folder.path / f".{name}.x.tmp").write_bytes(b"a secret of the user")
+
+    def texts() -> set[str]:
+        names = ("memory.kv", "samples.json", "show.html")
+        return {path.name for path in folder.path.iterdir() if any(name in path.name for name in names)}
+
+    def erase_one(path: Path) -> int:
+        path.unlink()
+        raise Killed
+
+    for left in range(len(texts()) - 1, -1, -1):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(forget_module, "erase", erase_one)
+            forget_memories(device.home, [device.text])
+        assert len(texts()) == left
+        assert folder.memory.exists() == (left > 0)
+    # A page that was left without its memory is erased, and is no memory.
+    (folder.path / "show.html").write_text("a page")
+    assert forget_memories(device.home, [device.text]) == 0
+    assert not texts()
 
 
 @pytest.mark.parametrize("room", ["federation", "link/report.py", "link/client.py", "link/api.py"])

@@ -141,19 +141,29 @@ def forget_memories(home: Home, paths: Sequence[Path]) -> int:
     Raises:
         OperatorError: a file cannot be erased.
     """
-    gone, erased = [path.absolute() for path in paths], 0
+    gone, erased = [_absolute(path) for path in paths], 0
     for run in list_runs(home):
-        sources = [path_of(path) for path in (run.load("data", TextSource) or TextSource()).paths]
+        sources = [_absolute(path_of(path)) for path in (run.load("data", TextSource) or TextSource()).paths]
         related = any(
             one.is_relative_to(other) or other.is_relative_to(one) for one in sources for other in gone
         )
-        if related and run.memory.exists():
-            # The page of a run and its samples show the memory's text.
-            for path in (run.memory, run.path / "samples.json", run.path / "show.html"):
+        if not related:
+            continue
+        had_memory = False
+        # The page of a run and its samples show the memory's text. The memory goes last, so that it is
+        # counted after an interruption, too. A kill during a write leaves hidden files.
+        for file in (run.path / "samples.json", run.path / "show.html", run.memory):
+            for path in (*run.path.glob(f".{file.name}.*"), file):
                 with telling_disk(), suppress(FileNotFoundError):
                     erase(path)
-            erased += 1
+                    had_memory |= file == run.memory
+        erased += had_memory
     return erased
+
+
+def _absolute(path: Path) -> Path:
+    """Return the path without `..`, as the index of passages names it."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 - `resolve` would follow links
 
 
 def _deletions(home: Home) -> dict[Path, str]:

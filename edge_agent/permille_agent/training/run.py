@@ -1,7 +1,7 @@
 """A training run: its folder of durable results, its clock, and the inputs of its phases.
 
     run.json             package, data and options of the run, and its random id for reports
-    data.json            sources of the text, and examples of skipped rows
+    data.json            all sources of the text so far, and examples of skipped rows
     learned.json         groups of a short text (`Document.group`), all of which have trained the state
     consent.json         number of withdrawals of consent when the run began, if its log or state is shared
     engine.json          engine of the run

@@ -41,6 +41,7 @@ from permille_agent.training.engines import (
     RunInterrupted,
     interruptible,
 )
+from permille_agent.training.memory import make_memory, store_memory
 from permille_agent.training.options import RunContext, TrainOptions
 from permille_agent.training.outcome import (
     LogFacts,
@@ -199,7 +200,7 @@ class _Task:
         known = RunFolder(self.home.runs / self._definition(prepared.digest, None).name()).path.exists()
         folder = self._open_run(prepared.digest, data_paths)
         try:
-            return self._resumed(folder) or self._remember(self._run(folder, prepared, None))
+            return self._resumed(folder, prepared) or self._remember(self._run(folder, prepared, None))
         except InputError:
             if not known:
                 folder.delete()
@@ -238,12 +239,27 @@ class _Task:
             # Record the number of withdrawals at the first call. A later withdrawal raises the user's number,
             # and the difference stops the upload.
             folder.once("consent", AgreedTo, lambda: AgreedTo(withdrawals=self.context.withdrawals))
-        return self._resumed(folder) or self._run_to_end(self._run(folder, prepared, start))
+        return self._resumed(folder, prepared) or self._run_to_end(self._run(folder, prepared, start))
 
-    def _resumed(self, folder: RunFolder) -> RunResult | None:
-        """Return the result of a run that has ended. Activate its model again if it was rolled back."""
+    def _resumed(self, folder: RunFolder, prepared: Prepared) -> RunResult | None:
+        """Return the result of a run that has ended. Activate its model again if it was rolled back.
+
+        If its memory was erased together with its text, the memory is made again, because the text is back.
+        """
         if (ended := folder.load("outcome", RunOutcome)) is None:
             return None
+        decision = folder.load("decision", Decision)
+        if decision is not None and decision.part.has_memory and not folder.memory.exists():
+            # The start takes no part in a memory, and its run may be gone.
+            run = self._run(folder, prepared, None)
+            run.progress.phase("reading the text into a memory")
+            of_run = Active(package=self.package.digest, run=folder.name)
+            values_K = model_values(self.home, of_run, self.package)
+            try:
+                memory = make_memory(run, values_K, decision.judged_digest, prepared.read)
+            except RunInterrupted as exc:
+                return _interrupted(run, exc)
+            store_memory(folder, memory)
         self._activate_again(folder)
         return result_of(folder, ended, known=True)
 
@@ -328,9 +344,12 @@ class _Task:
 
     def _open_run(self, data_digest: str, data_paths: Sequence[Path], start: str | None = None) -> RunFolder:
         folder = open_run(self.home, self._definition(data_digest, start), self.context.now())
-        paths = tuple(stored_path(path.absolute()) for path in data_paths)
-        source = TextSource(paths=paths, bad_rows=tuple(self.report.examples))
-        folder.once("data", TextSource, lambda: source)
+        known = folder.load("data", TextSource)
+        source = known or TextSource(bad_rows=tuple(self.report.examples))
+        # The same text may come from a renamed file later. `data remove` must find its memory by each name.
+        paths = [*source.paths, *(stored_path(path.absolute()) for path in data_paths)]
+        if (source := replace(source, paths=tuple(dict.fromkeys(paths)))) != known:
+            folder.store("data", source)
         return folder
 
     def _open_engine(self, folder: RunFolder) -> Engine:

@@ -19,7 +19,7 @@ from permille.schemas.runs import Outcome
 from permille.training.strength import Strength
 from permille.trust.roles import Training
 from permille_agent.cli import main as cli
-from permille_agent.link.forget import forget
+from permille_agent.link.forget import forget, forget_memories
 from permille_agent.local.compare import compare, judged_losses
 from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.local.replies import variant_of
@@ -179,6 +179,25 @@ def test_a_killed_run_makes_the_same_memory(
     assert folder_of(device, result).memory.read_bytes() == folder_of(whole, expected).memory.read_bytes()
 
 
+@pytest.mark.parametrize("rows", [320, 20])
+def test_text_that_is_trained_again_after_its_removal_is_remembered_again(
+    device: Device, tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = replace(device, text=user_text(tmp_path, rows))
+    result = train(device)
+    folder = folder_of(device, result)
+    memory = folder.memory.read_bytes()
+    assert forget_memories(device.home, [device.text]) == 1
+    stop = threading.Event()
+    stop.set()
+    assert train(device, stop=stop).outcome is Outcome.INTERRUPTED
+    assert not folder.memory.exists()
+    again = train(device)
+    assert (again.run, again.known, again.outcome) == (result.run, True, Outcome.ADOPTED)
+    assert folder.memory.read_bytes() == memory
+    assert personal_memory(device.home, device.active(), device.package) is not None
+
+
 def test_the_model_in_use_is_compared_with_its_memory(device: Device, tmp_path: Path) -> None:
     first = train(device)
     assert decision_of(first).part.has_memory
@@ -243,8 +262,12 @@ def test_sizes_of_memories_fit_the_model_and_the_engine() -> None:
     assert TrainOptions(steps=1).within(512).memory == 256
     assert TrainOptions(steps=1).within(100).memory == 0
     assert TrainOptions(steps=1, row_tokens=60).within(100).memory == 40
-    with pytest.raises(InputError, match="--memory must be 0 to 8,192"):
-        TrainOptions(steps=1, memory=8193)
+    assert TrainOptions(steps=1, row_tokens=84).within(100).memory == 16
+    assert TrainOptions(steps=1, row_tokens=85).within(100).memory == 0
+    assert TrainOptions(steps=1, memory=16).memory == 16
+    for memory in (-1, 1, 2, 15, 8193):
+        with pytest.raises(InputError, match=f"--memory must be 0, or 16 to 8,192, got {memory}"):
+            TrainOptions(steps=1, memory=memory)
     chosen = {
         name: options_for(Training(), engine=name, share_log=False).memory for name in ("auto", "torch")
     }
