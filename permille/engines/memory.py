@@ -106,9 +106,10 @@ def _parsed(header: bytes) -> tuple[dict[str, JSON], int]:
     except PackageError as exc:
         raise PackageError("memory-header", str(exc)) from exc
     # `_header` writes the other keys, so the comparison with it checks them.
-    if isinstance(found, dict) and (found.get("format"), found.get("version")) == ("permille-memory", 1):
-        tokens = found.get("tokens")
-        if type(tokens) is int and 1 <= tokens <= MAX_TOKENS:
+    if isinstance(found, dict) and found.get("format") == "permille-memory":
+        tokens, version = found.get("tokens"), found.get("version")
+        # In Python, True is equal to 1.
+        if type(version) is int and version == 1 and type(tokens) is int and 1 <= tokens <= MAX_TOKENS:
             return found, tokens
     raise PackageError("memory-header", f"This is no header of a memory: {found!r:.300}")
 

@@ -245,8 +245,11 @@ def _export(request: Request, home: Home, shown: Shown) -> None:
     # Move the file into the folder of the result first. A rename across file systems would not be atomic.
     partial = request.out.with_name(f".{request.out.name}.partial")
     try:
+        # It can reveal what the person wrote. So nobody else may read it, not even while it is copied.
+        file.chmod(0o600)
+        partial.unlink(missing_ok=True)
+        partial.touch(mode=0o600)
         shutil.move(file, partial)
-        partial.chmod(0o600)  # it can reveal what the person wrote
         modelfile = _modelfile(request.out)
         if not modelfile.exists():  # the person may have changed the Modelfile of an earlier export
             text = (folder / "Modelfile").read_text(encoding="utf-8")

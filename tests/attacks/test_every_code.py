@@ -10,6 +10,7 @@ from permille_agent.link import enrolment, pull, trust
 from permille_rollouts.agent import participation
 from tests.attacks import (
     test_logs,
+    test_memories,
     test_packages,
     test_private_rounds,
     test_programs,
@@ -57,6 +58,7 @@ def attacked_codes() -> set[str]:
         *test_programs.ATTACKS,
         *test_programs.BINDINGS,
         *test_references.ATTACKS,
+        *test_memories.ATTACKS,
     ]
     tried = [
         ast.parse(Path(str(one.__file__)).read_text()) for one in (test_participation, test_trust_device)

@@ -37,7 +37,7 @@ from tests.unit.edge_agent.runs import Device, Killed, device_at, user_text
 from tests.unit.engines.tiny import tiny_package
 from tests.unit.zo.logs import flipped
 
-pytestmark = pytest.mark.attack(29, "malformed memories, and memories that would leave the device")
+pytestmark = pytest.mark.attack(30, "malformed memories, and memories that would leave the device")
 
 LAYERS, HEADS, HEAD, TOKENS = 2, 2, 8, 3
 STATE = "sha256:" + "b" * 64
@@ -94,6 +94,7 @@ NAMED: list[tuple[str, str, Callable[[Package], bytes]]] = [
     ("memory-header", "header_of_four_gigabytes", lambda p: sealed(b"PMLMEM1\n" + b"\xff" * 4 + header(p))),
     ("memory-header", "header_is_no_json", lambda _: memory(b"{")),
     ("memory-header", "header_is_a_list", lambda _: memory(b"[]")),
+    ("memory-header", "version_is_true", lambda p: memory(header(p, version=True))),
     ("memory-header", "header_with_spaces", lambda p: memory(header(p).replace(b":3", b": 3"))),
     ("memory-header", "header_of_another_version", lambda p: memory(header(p, version=2))),
     ("memory-header", "header_of_another_format", lambda p: memory(header(p, format="permille-state"))),

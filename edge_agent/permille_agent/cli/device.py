@@ -1,12 +1,13 @@
 """Commands about the state of this device: status, data, rollback, reset, forget."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from permille.errors import OperatorError, PermilleError
+from permille.errors import InputError, OperatorError, PermilleError
 from permille.exits import ExitCode
 from permille.plain_text import echo
 from permille_agent.cli.console import (
@@ -80,11 +81,10 @@ def data_add(
     only you can read. In it, `chat`, `generate --chat` and `serve` find passages that fit a question.
     """
     home = home_of(context)
-    paths = [path.expanduser() for path in paths]
+    paths = _whole(paths)
     # Wait a few seconds for other short commands. A download or a training may hold the lock for hours.
     with hold_lock(home, "data", wait_s=10.0):
         known = add_references(home, paths)
-    # Read the files after the lock is released, because reading many files takes long.
     report = _index(home, paths)
     document = {
         "data": [str(path) for path in known],
@@ -117,7 +117,7 @@ def data_repair(context: typer.Context, as_json: JsonOption = False) -> None:
     home = home_of(context)
     with hold_lock(home, "data", wait_s=10.0):
         kept = repair_references(home)
-    erase_index(home)
+        erase_index(home)
     if kept:
         _index(home, kept)
     show({"data": [str(path) for path in kept]}, as_json=as_json)
@@ -140,10 +140,16 @@ def data_remove(
 
     home = home_of(context)
     with hold_lock(home, "data", wait_s=10.0):
-        paths = [path.expanduser() for path in paths]
+        paths = _whole(paths)
         known = read_references(home)
-        added = [path for path in paths if path.absolute() in known]
-        left = tuple(path for path in known if path not in {path.absolute() for path in added})
+        added = [path for path in paths if path in known]
+        left = tuple(path for path in known if path not in added)
+        for path in paths:
+            if path not in added and (above := [folder for folder in left if path.is_relative_to(folder)]):
+                raise InputError(
+                    f"{path} lies in {above[0]}, which you added as a whole. Remove that folder, or move the "
+                    "file out of it."
+                )
         erased = remove_text(home, paths, kept=left)
         memories = forget_memories(home, paths)
         if added or not (erased or memories):
@@ -151,14 +157,25 @@ def data_remove(
     show({"data": [str(path) for path in left], "memories_erased": memories}, as_json=as_json)
 
 
+def _whole(paths: Iterable[Path]) -> list[Path]:
+    """Return absolute paths without `~` and `..`, so that a file has one name however it was given."""
+    return [Path(os.path.abspath(path.expanduser())) for path in paths]  # noqa: PTH100 - keep links
+
+
 def _index(home: Home, paths: Sequence[Path]) -> "DataReport":
     """Read the text of these paths and index it. Without an index, everything but its passages works."""
     from permille_agent.text.notes import index_text
     from permille_agent.text.reading import survey
 
+    # Read without the lock, because reading many files takes long.
     documents, report = survey(paths)
     try:
-        index_text(home, documents, paths)
+        with hold_lock(home, "data", wait_s=10.0):
+            # Meanwhile, `forget` or `data remove` may have removed a path, whose text must not come back.
+            known = read_references(home)
+            still = [path for path in paths if path in known]
+            found = (one for one in documents if one.source and any(map(one.source.is_relative_to, still)))
+            index_text(home, found, still)
     except OperatorError as exc:
         echo(str(exc), err=True)
     return report

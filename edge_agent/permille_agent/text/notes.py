@@ -14,7 +14,6 @@ the user can read it, and no report, share or saved copy contains it.
 This module uses no tokenizer and no model.
 """
 
-import json
 import math
 import os
 import re
@@ -22,7 +21,7 @@ import sqlite3
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -192,6 +191,9 @@ def _opened(home: Home) -> Iterator[sqlite3.Connection]:
             yield index
     except sqlite3.Error as exc:
         if "no such module" in str(exc):
+            with suppress(OSError):
+                if home.notes.stat().st_size == 0:
+                    home.notes.unlink()  # else `data remove` would look for text in it for ever
             raise OperatorError(
                 "Your notes are not searched, because this Python's SQLite lacks FTS5. Use another Python "
                 "to search them."
@@ -207,8 +209,8 @@ def _drop(index: sqlite3.Connection, paths: Sequence[Path], kept: Sequence[Path]
     known = [source for (source,) in index.execute("SELECT DISTINCT source FROM passages")]
     gone = [source for source in known if _is_below(source, paths) and not _is_below(source, kept)]
     if gone:
-        every = "DELETE FROM passages WHERE source IN (SELECT value FROM json_each(?))"
-        index.execute(every, (json.dumps(gone),))
+        # One by one: a list in JSON would end at the NUL that stands for a byte that is no UTF-8.
+        index.executemany("DELETE FROM passages WHERE source = ?", ((source,) for source in gone))
         # FTS5 keeps the words of deleted text until it merges its segments.
         index.execute("INSERT INTO passages (passages) VALUES ('optimize')")
     return len(gone)

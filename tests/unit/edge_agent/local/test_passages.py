@@ -2,7 +2,7 @@
 
 import json
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.engines.sampling import TokenSampling
+from permille.exits import ExitCode
 from permille.package.reader import Package
 from permille_agent.cli import main as cli
 from permille_agent.link.forget import forget
@@ -21,8 +22,10 @@ from permille_agent.local.replies import Reply
 from permille_agent.personalizer import Personalizer
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import InstalledRelease, record_installed
+from permille_agent.text.documents import Document
 from permille_agent.text.notes import index_text
 from permille_agent.text.reading import survey
+from permille_agent.text.report import DataReport
 from tests.bigram_engine import BigramEngine
 from tests.packages import CHATML, tiny_package
 from tests.unit.edge_agent.runs import train_quickly, user_text
@@ -229,6 +232,37 @@ def test_data_commands_build_erase_and_repair_the_index(home: Home, tmp_path: Pa
     assert run("remove", str(path)) == 0
     assert b"Odalys" not in home.notes.read_bytes()
     assert run("remove", str(path)) != 0
+
+
+@pytest.mark.attack(29, "a text comes back into the index after `forget`, or by another name of its folder")
+def test_text_that_was_removed_meanwhile_does_not_come_back(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*arguments: str) -> int:
+        return cli.main(["--home", str(home.root), "data", *arguments])
+
+    folder = tmp_path / "letters"
+    folder.mkdir()
+    (folder / "one.txt").write_text("Dear Odalys, the goats are back and all is well again.")
+    (folder / "two.txt").write_text("Dear Perpetua, the hens are gone and nothing is well.")
+
+    def survey_while_another_forgets(paths: Sequence[Path]) -> tuple[list[Document], DataReport]:
+        found = survey(paths)
+        forget(home)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr("permille_agent.text.reading.survey", survey_while_another_forgets)
+        assert run("add", str(folder)) == 0
+    assert b"Odalys" not in home.notes.read_bytes()
+
+    assert run("add", str(folder)) == 0
+    assert b"Odalys" in home.notes.read_bytes()
+    assert run("remove", str(folder / "one.txt")) == ExitCode.INPUT_REFUSED  # its folder would bring it back
+    assert b"Odalys" in home.notes.read_bytes()
+    assert run("remove", f"{folder}/../letters") == 0
+    assert b"Odalys" not in home.notes.read_bytes()
+    assert b"Perpetua" not in home.notes.read_bytes()
 
 
 @pytest.mark.attack(29, "the index of the notes after `forget`")

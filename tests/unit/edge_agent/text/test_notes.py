@@ -1,5 +1,6 @@
 """Tests of the index of the user's text: what it finds and erases, and what it does when it is damaged."""
 
+import os
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -170,6 +171,17 @@ def test_removed_text_leaves_no_byte_behind(home: Home, tmp_path: Path) -> None:
     assert remove_text(home, [folder]) == 0
 
 
+@pytest.mark.attack(29, "removed text of a file whose name is no UTF-8 is left in the index of the notes")
+def test_text_of_a_file_with_an_odd_name_is_erased(home: Home, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"notes-\xff.txt")
+    path.write_text("My cat is called Brumik, and she sleeps on the seed boxes.")
+    _index(home, path)
+    _index(home, path)
+    assert _found(home, "What is my cat called?").count("Brumik") == 1
+    assert remove_text(home, [path]) == 1
+    assert b"rumik" not in _stored(home)
+
+
 def test_nothing_is_removed_where_nothing_was_indexed(home: Home, tmp_path: Path) -> None:
     assert remove_text(home, [tmp_path]) == 0
     assert not home.notes.exists()
@@ -195,6 +207,9 @@ def test_a_python_without_fts5_says_so(home: Home, tmp_path: Path, monkeypatch: 
 
     with pytest.raises(OperatorError, match="lacks FTS5"):
         _index(home, _write(tmp_path, "notes.txt", "My cat is called Brumik."))
+
+    assert not home.notes.exists()
+    assert remove_text(home, [tmp_path]) == 0
 
 
 def test_a_server_finds_passages_while_a_training_writes(home: Home, tmp_path: Path) -> None:
