@@ -35,6 +35,7 @@ def watch(page: Page) -> tuple[list[str], list[str]]:
     return asked, errors
 
 
+@pytest.mark.slow
 @pytest.mark.attack(14, "markup in what workers, devices and operators send, shown on the page")
 def test_each_view_is_whole_in_three_requests_and_takes_no_name_for_markup(
     looking: tuple[Running, Stocked, Browser],

@@ -151,6 +151,7 @@ def test_the_search_finds_what_it_looks_for(canary: str) -> None:
     assert all(found(canary, data) for data in coded)
 
 
+@pytest.mark.slow
 def test_by_default_only_numbers_leave_the_device(walk: Walk) -> None:
     assert [ended.code for ended in walk.by_hand] in ([0, 0, 0, 0], [0, 0, 7, 0]), walk.by_hand
     assert walk.metrics_by_hand["steps"] == 3
