@@ -395,6 +395,7 @@ def test_processes_import_only_what_they_need(module: str, absent: tuple[str, ..
         (InputError("bad"), True),
         (PackageError("layer-roles", "bad"), True),
         (PackageError("blob-digest", "half of it"), False),
+        (PackageError("block-digest", "half of a block"), False),
         (OperatorError("bad"), True),
         (OSError(errno.ENOSPC, "disk full"), False),
         (RetryableError("later"), False),

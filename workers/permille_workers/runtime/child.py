@@ -40,7 +40,7 @@ from permille_workers.runtime.work_folders import locked_work_folder
 
 MAX_HANDOVER_BYTES = 16 << 20
 _FINAL = (InputError, PackageError, OperatorError)  # after these errors, a retry would fail again
-_PASSING_CODES = {"blob-missing", "blob-digest"}  # after these, the store may return the whole blob next time
+_PASSING_CODES = {"blob-missing", "blob-digest", "block-digest"}  # the store may return all of it next time
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0)  # pauses between attempts to publish
 
 _log = logging.getLogger(__name__)
