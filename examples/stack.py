@@ -10,13 +10,17 @@ temporary folder. PostgreSQL refuses to run as root, so root starts it as the us
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from permille_service.cli.up import end_with_parent
 
 START_S = 60.0
 BROKER = "PERMILLE_BROKER_URL"
@@ -57,7 +61,8 @@ def full_stack() -> Iterator[dict[str, str]]:
             }
         finally:
             for process in started:
-                process.terminate()
+                # PostgreSQL waits for open connections after SIGTERM, but not after SIGINT.
+                process.send_signal(signal.SIGINT)
             for process in started:
                 process.wait()
 
@@ -87,7 +92,8 @@ def _program(name: str) -> str:
 
 
 def _start(command: Sequence[str], user: str | None, folder: Path) -> "subprocess.Popen[bytes]":
-    # A session of its own, so that Ctrl-C reaches the demo alone, which then stops all in order.
+    # A session of its own, so that Ctrl-C reaches the demo alone, which then stops all in order. If the demo
+    # is killed, its servers end, too.
     return subprocess.Popen(
         command,
         user=user,
@@ -95,6 +101,7 @@ def _start(command: Sequence[str], user: str | None, folder: Path) -> "subproces
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=end_with_parent if sys.platform == "linux" else None,
     )
 
 

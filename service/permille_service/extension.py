@@ -24,7 +24,7 @@ Sign = Callable[[Service, Session, Repository, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceExtension:
-    """What an extension adds to the service. An entry point in `permille.service` names one.
+    """Parts of an extension for the service. An entry point in `permille.service` names one.
 
     Attributes:
         routers: the routers of the API.

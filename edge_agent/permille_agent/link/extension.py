@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentExtension:
-    """What an extension adds to the agent. An entry point in `permille.agent` names one.
+    """Parts of an extension for the agent. An entry point in `permille.agent` names one.
 
     Attributes:
         name: the name of the line in the status.

@@ -289,6 +289,7 @@ def test_a_step_of_a_sweep_that_fails_skips_no_other(
     finally:
         shutdown.ask(0.0)
         thread.join()
+    assert set(ran) == set(names)
 
 
 AWAY = OperationalError("INSERT", {}, Exception("away"))

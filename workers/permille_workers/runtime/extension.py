@@ -11,7 +11,7 @@ from permille_workers.runtime.settings import WorkerSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExtension:
-    """What an extension adds to the workers. An entry point in `permille.workers` names one.
+    """Parts of an extension for the workers. An entry point in `permille.workers` names one.
 
     The name of a step completes the message "cannot ...". A step that fails is logged and tried again.
 
