@@ -13,9 +13,9 @@ from typing import Any
 from permille.training import adam
 from permille.zo.journal import Journal
 from permille_agent.federation import exchange, membership, part
+from permille_agent.federation.calls import FederationsApi
 from permille_agent.federation.exchange import take_part
 from permille_agent.federation.membership import Membership
-from permille_agent.link.api import DeviceApi
 from permille_agent.state.home import open_home
 from permille_agent.training.options import RunContext
 from tests.bigram_engine import bigram_engine
@@ -31,8 +31,8 @@ STEPS: dict[str, tuple[Any, str, int, bool]] = {
     "step-durable": (Journal, "append", 2, False),
     "part-trained": (part, "write_atomic", 1, True),
     "contribution-kept": (part, "write_atomic", 1, False),
-    "contribution-not-sent": (DeviceApi, "contribute", 1, True),
-    "contribution-sent": (DeviceApi, "contribute", 1, False),
+    "contribution-not-sent": (FederationsApi, "contribute", 1, True),
+    "contribution-sent": (FederationsApi, "contribute", 1, False),
     "end-noted": (Membership, "end", 1, False),
 }
 

@@ -16,8 +16,8 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from permille_agent.cli.main import main
+from permille_agent.federation.calls import FederationsApi
 from permille_agent.federation.exchange import TookPart, join_federation, take_part
-from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import enroll, open_api, require_enrolment
 from permille_agent.link.pull import pull
 from permille_agent.state.choices import add_references
@@ -104,7 +104,7 @@ class Agent:
     def without_sending(self) -> None:
         """Make a pass that ends before the contribution is sent."""
         with (
-            patch.object(DeviceApi, "contribute", side_effect=KeyboardInterrupt),
+            patch.object(FederationsApi, "contribute", side_effect=KeyboardInterrupt),
             suppress(KeyboardInterrupt),
         ):
             self.take_part()

@@ -28,7 +28,7 @@ from permille.schemas.packages import (
 )
 from permille.schemas.quantizations import Quantization, QuantizationCreate
 from permille.schemas.runs import ReplayRequest
-from permille.schemas.work import CORPUS, MODEL, View, WorkKind
+from permille.schemas.work import CORPUS, MODEL, Kind, View, WorkKind
 
 _SCHEME: Final = ("request.options.scheme", "request.options.group_size")
 _FISHER: Final = {"method": "fisher", "corpus_id": CORPUS, "density": 0.001, "sequences": 100}
@@ -187,12 +187,22 @@ _OWN: Final = (
         prefix="job",
     ),
 )
+# Jobs that the service or a worker starts, so that no route takes them.
+_STARTED: Final = (
+    Kind(kind=JobKind.REPLAY, request=ReplayRequest, collection="runs"),
+    Kind(kind=JobKind.ROUND, request=RoundRequest, collection="federations"),
+    Kind(kind=JobKind.SHARD, request=ShardRequest, collection=None),
+)
+_ALL: Final[Mapping[JobKind, Kind]] = {
+    one.kind: one for one in (*_STARTED, *_OWN, *extensions("kinds", Kind))
+}
 _ORDER: Final = (JobKind.BUILD, *JobKind)
 WORK: Final[Mapping[JobKind, WorkKind]] = {
     one.kind: one
-    for one in sorted((*_OWN, *extensions("kinds", WorkKind)), key=lambda one: _ORDER.index(one.kind))
+    for one in sorted(_ALL.values(), key=lambda one: _ORDER.index(one.kind))
+    if isinstance(one, WorkKind)
 }
-"""All kinds, including those of extensions, in the order of the API's document and of the commands."""
+"""The kinds that requests start, with those of extensions, in the order of document and commands."""
 # Kinds of jobs whose result is a package.
 MAKES_PACKAGES: Final = frozenset({JobKind.PACKAGE, JobKind.BUILD, JobKind.POOLING, JobKind.EXPORT})
 
@@ -210,13 +220,7 @@ PreflightCreate: Final[Any] = Annotated[
     Union[tuple(map(_preflight, WORK.values()))],  # noqa: UP007 - the fix would be another type
     Field(discriminator="kind"),
 ]
-# No route takes the first three kinds: the service or a worker starts these jobs.
-_REQUESTS: Final[dict[str, TypeAdapter[Any]]] = {
-    JobKind.REPLAY: TypeAdapter(ReplayRequest),
-    JobKind.ROUND: TypeAdapter(RoundRequest),
-    JobKind.SHARD: TypeAdapter(ShardRequest),
-    **{kind: TypeAdapter(one.request) for kind, one in WORK.items()},
-}
+_REQUESTS: Final[dict[str, TypeAdapter[Any]]] = {kind: TypeAdapter(one.request) for kind, one in _ALL.items()}
 
 
 def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
@@ -247,12 +251,6 @@ def result_path(kind: JobKind, result_id: str) -> str | None:
         >>> result_path(JobKind.MASK, "mask_1")
         '/v1/masks/mask_1'
     """
-    if kind is JobKind.SHARD:
-        return None
-    if kind is JobKind.ROUND:
-        return f"/v1/federations/{result_id}"
     # The result of a build, a pooling or an export is a package.
-    made = JobKind.PACKAGE if kind in MAKES_PACKAGES else kind
-    if made is JobKind.REPLAY:
-        return f"/v1/runs/{result_id}"
-    return f"/v1/{WORK[made].collection}/{result_id}" if made in WORK else None
+    made = _ALL.get(JobKind.PACKAGE if kind in MAKES_PACKAGES else kind)
+    return None if made is None or made.collection is None else f"/v1/{made.collection}/{result_id}"

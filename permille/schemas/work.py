@@ -28,15 +28,29 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkKind:
-    """A kind of job in the REST API.
+class Kind:
+    """A kind of job.
 
     Attributes:
-        request: the pydantic model, or union of models, of the request. The payload of the job has the same
-            model.
+        request: the pydantic model, or union of models, of the payload.
+        collection: the last part of the path below which the result is, such as `masks` in `/v1/masks`, or
+            None if no path shows it.
+    """
+
+    kind: JobKind
+    # `Any`, because a union of models is not a class.
+    request: Any
+    collection: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkKind(Kind):
+    """A kind of job that a request to the REST API starts.
+
+    The request is also the payload. The group of commands has the name of the collection.
+
+    Attributes:
         record: the pydantic model of the result.
-        collection: the last part of the path, such as `masks` in `/v1/masks`. The group of commands has the
-            same name.
         about: a description of the collection.
         starts: a description of the operation that starts such a job.
         shows: a description of the operation that shows the report, or None if there is no report.
@@ -46,11 +60,8 @@ class WorkKind:
         prefix: the prefix of ids, or None if a digest is the id.
     """
 
-    kind: JobKind
-    # `Any`, because a union of models is not a class.
-    request: Any
-    record: type[Closed]
     collection: str
+    record: type[Closed]
     about: str
     starts: str
     shows: str | None = None

@@ -26,6 +26,7 @@ from permille.federation.contribution import Contribution, decode_contribution, 
 from permille.federation.definition import Definition, decode_key
 from permille.package.reader import Package
 from permille_agent.federation import part as part_module
+from permille_agent.federation.calls import FederationsApi, signed_contribution
 from permille_agent.federation.exchange import exchange, join_federation
 from permille_agent.federation.membership import memberships
 from permille_agent.federation.part import RoundPart, parts, train_part, waiting_part
@@ -185,7 +186,7 @@ class Device:
     def send_bytes(self, api: DeviceApi, number: int, data: bytes) -> str:
         """Send any bytes as this device's contribution. Return the name of the refusal, or ""."""
         try:
-            api.contribute(self.federation_id, number, data)
+            FederationsApi(api).contribute(self.federation_id, number, data)
         except RequestRefusedError as exc:
             return exc.problem or str(exc.status)
         return ""
@@ -205,10 +206,10 @@ class Device:
         digest = f"sha256:{hashlib.sha256(honest).hexdigest()}"
         return {
             "key": encode_contribution(found, Ed25519PrivateKey.generate()),
-            "start": identity.sign_contribution(replace(found, start_digest=digest)),
-            "federation": identity.sign_contribution(replace(found, definition=other)),
-            "round": identity.sign_contribution(
-                replace(found, round_number=(found.round_number + 1) % rules.rounds)
+            "start": signed_contribution(identity, replace(found, start_digest=digest)),
+            "federation": signed_contribution(identity, replace(found, definition=other)),
+            "round": signed_contribution(
+                identity, replace(found, round_number=(found.round_number + 1) % rules.rounds)
             ),
             "cut": honest[:-1],
         }
@@ -218,7 +219,7 @@ class Device:
         rules = part.membership.definition()
         _, identity = require_enrolment(self.home)
         found = self.read(part.contribution.read_bytes(), rules)
-        return identity.sign_contribution(replace(found, c_TQ=-found.c_TQ - 1))
+        return signed_contribution(identity, replace(found, c_TQ=-found.c_TQ - 1))
 
     @contextmanager
     def api(self) -> Iterator[DeviceApi]:

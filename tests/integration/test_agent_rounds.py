@@ -22,8 +22,8 @@ from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 from permille_agent.cli.main import main
 from permille_agent.federation import part
+from permille_agent.federation.calls import FederationsApi
 from permille_agent.federation.exchange import TookPart
-from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import require_enrolment
 from permille_agent.state.home import write_record
@@ -94,7 +94,7 @@ def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site,
         yield site, agents[0]
 
 
-def no_network(_api: DeviceApi) -> None:
+def no_network(_api: FederationsApi) -> None:
     raise ServiceUnavailableError("expected an answer, there is no network")
 
 
@@ -183,7 +183,7 @@ def test_leaving_without_a_network_sends_nothing_and_is_told_later(
     agent.join("readers")
     agent.without_sending()  # a contribution is ready
     with monkeypatch.context() as offline:
-        offline.setattr(DeviceApi, "federations", no_network)
+        offline.setattr(FederationsApi, "offers", no_network)
         left = agent.command("federations", "leave", "readers")
     assert left == {"left": "readers", "service_told": False}
     assert [path.name for path in agent.home.federations.glob("*/*")] != []

@@ -79,10 +79,11 @@ def list_federations(context: typer.Context, as_json: JsonOption = False) -> Non
 
       permille-agent federations list
     """
+    from permille_agent.federation.calls import FederationsApi
     from permille_agent.link.enrolment import open_api
 
     with open_api(home_of(context)) as api:
-        offers = api.federations()
+        offers = FederationsApi(api).offers()
     show({"federations": [offer.model_dump(mode="json") for offer in offers]}, as_json=as_json)
 
 
@@ -106,6 +107,7 @@ def join(
 
     Your text never leaves the device. `leave` ends the agreement.
     """
+    from permille_agent.federation.calls import FederationsApi
     from permille_agent.federation.exchange import fetch_definition, find_offer
     from permille_agent.federation.membership import join as join_here
     from permille_agent.link.enrolment import open_api, require_enrolment
@@ -115,7 +117,7 @@ def join(
     enrolment, _ = require_enrolment(home)
     with open_api(home) as api:
         # The list is not signed. `fetch_definition` checks that the definition is signed.
-        offer = find_offer(api.federations(), name)
+        offer = find_offer(FederationsApi(api).offers(), name)
         definition = fetch_definition(home, api, enrolment, offer)
         release = installed_release(home)
         # A federation is bound to one package (docs/adr/0014).
@@ -138,7 +140,7 @@ def join(
                 raise typer.Exit(ExitCode.INTERRUPTED)
         # Store the choice first. If the request below fails, the next exchange of rounds repeats it.
         join_here(home, definition, federation_id=offer.id, name=offer.name)
-        api.join_federation(offer.id)
+        FederationsApi(api).join(offer.id)
     show({"joined": offer.name, "definition": definition.digest, **leaves}, as_json=as_json)
 
 

@@ -37,6 +37,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.schemas.federations import FederationOffer, FederationState
 from permille.trust.roles import federation_path
+from permille_agent.federation.calls import FederationsApi
 from permille_agent.federation.ledger import charge, is_used_up
 from permille_agent.federation.membership import (
     Membership,
@@ -107,7 +108,7 @@ def fetch_definition(home: Home, api: DeviceApi, enrolment: Enrolment, offer: Fe
             "release-unlisted",
             f"The federation {digest} is not signed: it has ended, or never existed",
         )
-    return read_definition(api.federation_definition(offer.id), digest)
+    return read_definition(FederationsApi(api).definition(offer.id), digest)
 
 
 def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Exchanged:
@@ -129,7 +130,7 @@ def exchange(home: Home, api: DeviceApi, *, now: datetime, has_text: bool) -> Ex
     if not known:
         return Exchanged()
     # Find offers by digest. The list is not signed, so a name in it proves nothing.
-    offers = {offer.definition_digest: offer for offer in api.federations()}
+    offers = {offer.definition_digest: offer for offer in FederationsApi(api).offers()}
     done = Exchanged()
     for membership in known:
         try:
@@ -159,7 +160,7 @@ class _Exchange:
         self._now = now
         self._has_text = has_text
         self._home = home
-        self._api = api
+        self._api = FederationsApi(api)
         self._membership = membership
         self._choice = membership.choice()
 
@@ -175,7 +176,7 @@ class _Exchange:
             return self._wait("the service no longer offers this federation")
         # The user joined here, but the service does not know it, for example because the request failed.
         if not offer.member:
-            self._api.join_federation(self._choice.federation_id)
+            self._api.join(self._choice.federation_id)
         if not (offer.member and self._choice.told):
             # If the user leaves during this exchange, `told` stays False, and the next exchange tells the
             # service.
@@ -202,7 +203,7 @@ class _Exchange:
 
     def _tell_leaving(self) -> None:
         try:
-            self._api.leave_federation(self._choice.federation_id)
+            self._api.leave(self._choice.federation_id)
         except RequestRefusedError as exc:
             # With these statuses, the service has nothing left to forget.
             if exc.status not in (404, 410):
@@ -217,7 +218,7 @@ class _Exchange:
 
     def _fetch(self, until: int | None, after: int, limit_bytes: int) -> bytes:
         federation_id = self._choice.federation_id
-        return self._api.federation_history(federation_id, after=after, until=until, limit_bytes=limit_bytes)
+        return self._api.history(federation_id, after=after, until=until, limit_bytes=limit_bytes)
 
     def _adopt(self, offer: FederationOffer, history: History, definition: Definition) -> None:
         """Store the state of the adopted round as the start of later trainings."""
@@ -274,7 +275,7 @@ class _Exchange:
         """Ask for an invitation to the open round, unless this device already had one."""
         if self._membership.has_ended(history.number) or parts(self._membership):
             return 0
-        invitation = self._api.round_invitation(self._choice.federation_id)
+        invitation = self._api.invitation(self._choice.federation_id)
         if invitation is None:
             return 0
         found = (invitation.round, invitation.start_digest)
@@ -349,9 +350,9 @@ def join_federation(home: Home, name: str, *, connection: Connect = connect) -> 
     """
     enrolment, _ = require_enrolment(home)
     with open_api(home, connection=connection) as api:
-        offer = find_offer(api.federations(), name)
+        offer = find_offer(FederationsApi(api).offers(), name)
         definition = fetch_definition(home, api, enrolment, offer)
         # Store the choice first. If the request fails, the next exchange repeats it.
         membership = join(home, definition, federation_id=offer.id, name=offer.name)
-        api.join_federation(offer.id)
+        FederationsApi(api).join(offer.id)
     return membership

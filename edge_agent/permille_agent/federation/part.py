@@ -32,6 +32,7 @@ from permille.files import fsync_folder, write_atomic
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.zo.lattice import values
+from permille_agent.federation.calls import signed_contribution
 from permille_agent.federation.membership import Membership, load_history, memberships
 from permille_agent.link.api import Identity
 from permille_agent.state.home import Home, read_record, write_record
@@ -250,7 +251,7 @@ def _train(
         c_TQ=c_TQ,
         gain=gain.gain,
     )
-    write_atomic(part.contribution, identity.sign_contribution(contribution), mode=0o600)
+    write_atomic(part.contribution, signed_contribution(identity, contribution), mode=0o600)
     return True
 
 

@@ -23,17 +23,12 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_pem_private_key,
 )
-from pydantic import BaseModel, RootModel, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from permille.errors import OperatorError
-from permille.federation.contribution import Contribution, encode_contribution
-from permille.federation.definition import MAX_BYTES as MAX_DEFINITION_BYTES
-from permille.federation.masked import encode_masked
-from permille.federation.private_rounds import vector_of
 from permille.files import write_atomic
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas import devices, releases, runs
-from permille.schemas.federations import CONTRIBUTION_MEDIA_TYPE, FederationOffer, RoundInvitation
 from permille.version import __version__
 from permille.zo.packed_state import MAGIC as STATE_MAGIC
 from permille_agent.link.client import (
@@ -51,10 +46,6 @@ Model = TypeVar("Model", bound=BaseModel)
 TOKEN_MARGIN_S = 60.0  # a token is replaced this long before it expires
 
 
-class _Offers(RootModel[list[FederationOffer]]):
-    """List of federations in an answer."""
-
-
 class Identity:
     """The key pair of a device. The private key has no accessor and does not appear in the `repr`."""
 
@@ -70,17 +61,9 @@ class Identity:
         """Return the signature of an enrolment as base64url."""
         return encode_bytes(self._key.sign(devices.enrolment_message(invitation, self.public_key)))
 
-    def sign_contribution(self, contribution: Contribution) -> bytes:
-        """Return the signed bytes of a contribution to a round.
-
-        If the federation has a keeper (a second server), the integers are masked, so that neither the service
-        nor the keeper alone can read them. Each call draws a new mask.
-        """
-        rules = contribution.definition
-        if rules.privacy is None or rules.privacy.keeper is None:
-            return encode_contribution(contribution, self._key)
-        place = (rules, contribution.round_number, contribution.start_digest)
-        return encode_masked(*place, vector_of(contribution), self._key)
+    def sign(self, encode: Callable[[Ed25519PrivateKey], bytes]) -> bytes:
+        """Return the message that `encode` signs with the key. Extensions sign their messages with this."""
+        return encode(self._key)
 
     def sign_nonce(self, device_id: str, nonce: str) -> str:
         """Return the signature of a token request's nonce as base64url."""
@@ -181,26 +164,26 @@ class DeviceApi:
             "agent_version": __version__,
             "signature": identity.sign_enrolment(invitation),
         }
-        return _parse(devices.Enrolment, self.connection.call("POST", "/v1/enrolments", body=body))
+        return parse_answer(devices.Enrolment, self.connection.call("POST", "/v1/enrolments", body=body))
 
     def unenrol(self) -> None:
         """Remove this device from the service. Its tokens become invalid at once."""
-        self._call("DELETE", "/v1/device")
+        self.call("DELETE", "/v1/device")
 
     def release(self, name: str, alias: str) -> releases.Release:
         """Return the release that an alias points to.
 
         The answer is not signed. Signed metadata decides whether the version may be installed.
         """
-        return _parse(releases.Release, self._call("GET", f"/v1/releases/{name}/aliases/{alias}"))
+        return parse_answer(releases.Release, self.call("GET", f"/v1/releases/{name}/aliases/{alias}"))
 
     def manifest(self, package_digest: str) -> bytes:
         """Fetch the bytes of a manifest. The caller checks the digest."""
-        return self._call("GET", f"/v1/packages/{package_digest}/manifest", limit_bytes=MAX_MANIFEST_BYTES)
+        return self.call("GET", f"/v1/packages/{package_digest}/manifest", limit_bytes=MAX_MANIFEST_BYTES)
 
     def signed_file(self, path: str, limit_bytes: int) -> bytes:
         """Fetch the bytes of a metadata file or target. The caller verifies them."""
-        return self._call("GET", path, limit_bytes=limit_bytes)
+        return self.call("GET", path, limit_bytes=limit_bytes)
 
     def blob(
         self, package_digest: str, blob_digest: str, *, start: int, etag: str
@@ -222,14 +205,10 @@ class DeviceApi:
             lambda: self.connection.read(path, {**part, **self._authorization()}, limit_bytes=end - begin)
         )
 
-    def put(self, path: str, record: BaseModel) -> None:
-        """Send a record to a path of the service. Extensions send to their own paths with this."""
-        self._call("PUT", path, body=record.model_dump(mode="json"))
-
     def report_run(self, run_id: str, metrics: runs.RunMetrics) -> None:
         """Send the metrics of a run. Sending them again has no effect."""
         body = {"run_id": run_id, "metrics": metrics.model_dump(mode="json")}
-        self._call("POST", "/v1/runs", body=body)
+        self.call("POST", "/v1/runs", body=body)
 
     def upload_log(self, run_id: str, log: bytes, *, check: Callable[[], None]) -> None:
         """Upload the canonical log or the packed state of a run. The caller must have the user's consent.
@@ -246,56 +225,17 @@ class DeviceApi:
 
         is_state = log.startswith(STATE_MAGIC)
         headers = {"content-type": runs.STATE_MEDIA_TYPE if is_state else runs.LOG_MEDIA_TYPE}
-        self._call("PUT", f"/v1/runs/{run_id}/log", body=agreed, headers=headers)
+        self.call("PUT", f"/v1/runs/{run_id}/log", body=agreed, headers=headers)
 
     def delete_log(self, run_id: str) -> None:
         """Ask the service to delete an uploaded log."""
-        self._call("DELETE", f"/v1/runs/{run_id}/log")
-
-    def federations(self) -> list[FederationOffer]:
-        """List the federations that this device may join or has joined. The answer is not signed."""
-        return _parse(_Offers, self._call("GET", "/v1/device/federations")).root
-
-    def federation_definition(self, federation_id: str) -> bytes:
-        """Fetch the bytes of a definition. The caller checks them against the signed digest."""
-        path = f"/v1/federations/{federation_id}/definition"
-        return self._call("GET", path, limit_bytes=MAX_DEFINITION_BYTES)
-
-    def join_federation(self, federation_id: str) -> None:
-        """Tell the service that the user joined. Repeating the call has no effect."""
-        self._call("PUT", f"/v1/federations/{federation_id}/membership")
-
-    def leave_federation(self, federation_id: str) -> None:
-        """Tell the service that the user left. This drops the device's contribution to the open round."""
-        self._call("DELETE", f"/v1/federations/{federation_id}/membership")
-
-    def federation_history(
-        self, federation_id: str, *, after: int, until: int | None, limit_bytes: int
-    ) -> bytes:
-        """Fetch the history after round `after`, up to `until` or the newest. The caller verifies it."""
-        query = f"?after={after}" + ("" if until is None else f"&until={until}")
-        path = f"/v1/federations/{federation_id}/history{query}"
-        return self._call("GET", path, limit_bytes=limit_bytes)
-
-    def round_invitation(self, federation_id: str) -> RoundInvitation | None:
-        """Ask for an invitation to the open round. Return None if there is none for this device."""
-        answer = self._call("POST", f"/v1/federations/{federation_id}/invitations")
-        return _parse(RoundInvitation, answer) if answer else None
-
-    def contribute(self, federation_id: str, number: int, contribution: bytes) -> None:
-        """Send a contribution to a round. The caller must have the user's consent.
-
-        Repeating the call has no effect.
-        """
-        headers = {"content-type": CONTRIBUTION_MEDIA_TYPE}
-        path = f"/v1/federations/{federation_id}/rounds/{number}/contribution"
-        self._call("PUT", path, body=contribution, headers=headers)
+        self.call("DELETE", f"/v1/runs/{run_id}/log")
 
     def forget_token(self) -> None:
         """Discard the token, so that the next call signs in again."""
         self._token = ""
 
-    def _call(
+    def call(
         self,
         method: str,
         path: str,
@@ -304,6 +244,11 @@ class DeviceApi:
         headers: Mapping[str, str] | None = None,
         limit_bytes: int = JSON_LIMIT_BYTES,
     ) -> bytes:
+        """Send a request with the device's token, and return the answer.
+
+        Extensions call their own paths with this. Arguments and errors are those of `Connection.call`.
+        """
+
         def send() -> bytes:
             sent = {**(headers or {}), **self._authorization()}
             return self.connection.call(method, path, body=body, headers=sent, limit_bytes=limit_bytes)
@@ -335,11 +280,11 @@ class DeviceApi:
             answer = self.connection.call("POST", "/v1/device-tokens/nonces", body=asked)
         except RequestRefusedError as exc:
             raise AccessRefusedError(f"The service does not know this device: {exc}") from exc
-        nonce = _parse(devices.DeviceNonce, answer).nonce
+        nonce = parse_answer(devices.DeviceNonce, answer).nonce
         signature = credentials.identity.sign_nonce(credentials.device_id, nonce)
         body = {**asked, "nonce": nonce, "signature": signature}
         answer = self.connection.call("POST", "/v1/device-tokens", body=body)
-        token = _parse(devices.DeviceToken, answer)
+        token = parse_answer(devices.DeviceToken, answer)
         # A header is ASCII, and a line break in the token could add another header.
         if not (token.access_token.isascii() and token.access_token.isprintable()):
             raise ServiceUnavailableError("The service sent a malformed token.")
@@ -347,7 +292,12 @@ class DeviceApi:
         self._token_until = self._monotonic() + max(0.0, token.expires_in - TOKEN_MARGIN_S)
 
 
-def _parse(model: type[Model], data: bytes) -> Model:
+def parse_answer(model: type[Model], data: bytes) -> Model:
+    """Parse the JSON of an answer. Unknown fields are ignored.
+
+    Raises:
+        ServiceUnavailableError: the answer is malformed.
+    """
     try:
         return model.model_validate_json(data, extra="ignore")
     except ValidationError as exc:  # for example the login page of a hotel's network

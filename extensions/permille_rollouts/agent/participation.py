@@ -240,7 +240,7 @@ def tell_facts(home: Home, api: DeviceApi, facts: Facts) -> None:
         tags=list(facts.tags),
     )
     with suppress(RequestRefusedError):
-        api.put("/v1/device/facts", body)
+        api.call("PUT", "/v1/device/facts", body=body.model_dump(mode="json"))
     write_record(home.rollout, replace(read_standing(home), facts=facts))
 
 
@@ -376,7 +376,7 @@ def _tell(home: Home, api: DeviceApi) -> bool:
         difference=None if is_bit else number,
     )
     try:
-        api.put(f"/v1/device/rollouts/{part.rollout}/report", body)
+        api.call("PUT", f"/v1/device/rollouts/{part.rollout}/report", body=body.model_dump(mode="json"))
     except RequestRefusedError as exc:
         if exc.status not in (404, 409):
             raise OperatorError(f"The service refused the report of a rollout: {exc}") from exc

@@ -18,6 +18,7 @@ from permille.schemas.fields import EXAMPLE_ULID, MAX_INTEGER
 from permille_agent.daemon import loop
 from permille_agent.daemon.loop import LONGEST_PAUSE_S, POLL_LIMIT_S, POLL_S, Daemon, World
 from permille_agent.daemon.state import read_daemon_state
+from permille_agent.federation.calls import FederationsApi
 from permille_agent.federation.membership import Membership, join
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
@@ -83,7 +84,7 @@ def test_an_invitation_with_a_number_out_of_range_is_no_answer(
 ) -> None:
     service.faults = [Fault(path="/invitations", status=201, body=answer(INVITED, name, number))]
     with pytest.raises(ServiceUnavailableError, match="malformed"):
-        api.round_invitation(FEDERATION)
+        FederationsApi(api).invitation(FEDERATION)
 
 
 @pytest.mark.parametrize("number", FAR)
@@ -94,7 +95,7 @@ def test_an_offer_with_a_number_out_of_range_is_no_answer(
     body = b"[" + answer(OFFER, name, number) + b"]"
     service.faults = [Fault(path="/device/federations", status=200, body=body)]
     with pytest.raises(ServiceUnavailableError, match="malformed"):
-        api.federations()
+        FederationsApi(api).offers()
 
 
 @pytest.mark.parametrize("number", FAR)
@@ -104,13 +105,13 @@ def test_a_token_with_a_lifetime_out_of_range_is_no_answer(
     token = {"access_token": "t", "token_type": "Bearer", "expires_in": 3600}
     service.faults = [Fault(path="/device-tokens$", status=201, body=answer(token, "expires_in", number))]
     with pytest.raises(ServiceUnavailableError, match="malformed"):
-        api.federations()
+        FederationsApi(api).offers()
 
 
 def test_the_longest_deadline_is_read(api: DeviceApi, service: DeviceService) -> None:
     body = answer(INVITED, "seconds_left", str(MAX_DEADLINE_S))
     service.faults = [Fault(path="/invitations", status=201, body=body)]
-    assert api.round_invitation(FEDERATION) is not None
+    assert FederationsApi(api).invitation(FEDERATION) is not None
 
 
 @pytest.mark.parametrize(
