@@ -17,11 +17,13 @@ from permille.plain_console import PlainConsole
 from permille.plain_text import echo
 from permille_personal.request import (
     BaseScheme,
+    Form,
     Request,
     Turns,
     check_form,
     check_numbers,
     check_paths,
+    chosen_form,
     chosen_scheme,
     key_of,
     named_model,
@@ -39,6 +41,14 @@ def personalise(
     out: Annotated[
         Path, typer.Option(resolve_path=True, help="New .gguf file or new folder for the personal model.")
     ],
+    form: Annotated[
+        Form | None,
+        typer.Option(
+            "--format",
+            help="gguf: a new model file. lora: a small adapter beside your GGUF file, which stays as it is. "
+            "transformers: a folder. Default: gguf if --out ends in .gguf, else transformers.",
+        ),
+    ] = None,
     gguf: Annotated[Path | None, typer.Option(resolve_path=True, help="Model: a GGUF file.")] = None,
     folder: Annotated[
         Path | None, typer.Option(resolve_path=True, help="Model: a folder of transformers.")
@@ -88,6 +98,8 @@ def personalise(
 
       permille personalise --gguf model.gguf --text ~/notes --out mine.gguf
 
+      permille personalise --gguf model.gguf --text ~/notes --out adapter.gguf --format lora
+
       permille personalise --ollama smollm2:135m --text ~/notes --out mine.gguf --minutes 20
 
     Your text never leaves the machine, and you need no account. If the command is stopped or killed, run it
@@ -106,13 +118,15 @@ def personalise(
     }
     training = {name: value for name, value in chosen.items() if value is not None}
     check_numbers(density, training)
-    scheme = chosen_scheme(model, scheme)
-    check_form(model, out)
+    form = chosen_form(form, out)
+    scheme = chosen_scheme(model, scheme, form)
+    check_form(model, form)
     key = key_of(model, corpus, density, scheme)
     request = Request(
         model=model,
         texts=tuple(text),
         out=out,
+        form=form,
         corpus=corpus,
         density=density,
         scheme=scheme,

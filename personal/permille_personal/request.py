@@ -39,6 +39,14 @@ class Turns(StrEnum):
     ALL = "all"
 
 
+class Form(StrEnum):
+    """Forms of the result: a GGUF file, a folder of transformers, or a GGUF file of the change alone."""
+
+    GGUF = "gguf"
+    TRANSFORMERS = "transformers"
+    LORA = "lora"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The request of a person.
@@ -46,7 +54,8 @@ class Request:
     Attributes:
         model: a GGUF file, or a folder of transformers.
         texts: files and folders of the person's text.
-        out: a new GGUF file if the name ends in `.gguf`, else a new folder for transformers.
+        out: a new file, or a new folder for transformers.
+        form: the form of `out`.
         corpus: public text to find the sensitive weights with. None means C4 or the included text.
         density: share of the weights that training may change.
         scheme: coding of the weights in the package.
@@ -58,6 +67,7 @@ class Request:
     model: Path
     texts: tuple[Path, ...]
     out: Path
+    form: Form
     corpus: Path | None
     density: float
     scheme: BaseScheme
@@ -174,14 +184,23 @@ def check_numbers(density: float, training: Mapping[str, Any]) -> None:
         raise CommandError(str(exc), Exit.USAGE) from exc
 
 
-def check_form(model: Path, out: Path) -> None:
-    """Check that the model can be written in the form of `out`, before the long work starts.
+def chosen_form(asked: Form | None, out: Path) -> Form:
+    """Return the form that was asked for, or the one that fits the name. Raises CommandError."""
+    by_name = Form.GGUF if out.suffix == ".gguf" else Form.TRANSFORMERS
+    if asked is not None and (asked is Form.TRANSFORMERS) is not (by_name is Form.TRANSFORMERS):
+        name = "a folder, without .gguf" if asked is Form.TRANSFORMERS else "a file that ends in .gguf"
+        raise CommandError(f"--format {asked} writes {name}, but --out is {out.name}.", Exit.USAGE)
+    return asked or by_name
+
+
+def check_form(model: Path, form: Form) -> None:
+    """Check that the model can be written in this form, before the long work starts.
 
     Raises:
-        CommandError: llama.cpp does not support the model, and `out` is a GGUF file.
+        CommandError: llama.cpp does not support the model, and the result is a GGUF file.
         InputError: the model cannot be read.
     """
-    if out.suffix != ".gguf":
+    if form is Form.TRANSFORMERS:
         return  # every model can be written for transformers
     from permille.models.families import shape_of
     from permille.models.gguf.config import read_model
@@ -219,15 +238,22 @@ def _texts_of(folder: Path) -> tuple[Mapping[str, Any], dict[str, bytes]]:
         return read_config(copy), {path.name: path.read_bytes() for path in copy.iterdir()}
 
 
-def chosen_scheme(model: Path, asked: BaseScheme | None) -> BaseScheme:
+def chosen_scheme(model: Path, asked: BaseScheme | None, form: Form) -> BaseScheme:
     """Choose how the package codes the weights, and check that the model can be read.
 
-    The default is `source` for a GGUF file whose codes can be kept, and `nf4` for all other models.
+    The default is `source` for a GGUF file whose codes can be kept, and `nf4` for all other models. An
+    adapter is for the codes that it was trained on, so it needs `source`.
 
     Raises:
-        CommandError: `source` was asked for, and the model is a folder.
+        CommandError: `source` was asked for or is needed, and the model is a folder. Or an adapter was asked
+            for with `nf4`, or its codes cannot be kept.
         InputError: the GGUF file cannot be read, or `source` was asked for and its codes cannot be kept.
     """
+    if form is Form.LORA and (asked is BaseScheme.NF4 or not model.is_file()):
+        raise CommandError(
+            "--format lora needs a GGUF file whose codes are kept. Name one, and leave --scheme out.",
+            Exit.USAGE,
+        )
     from permille.models.gguf.codes import check_kept
     from permille.models.gguf.config import read_model
     from permille.models.gguf.file import GgufFile
@@ -244,7 +270,13 @@ def chosen_scheme(model: Path, asked: BaseScheme | None) -> BaseScheme:
         return asked
     try:
         check_kept(found)
-    except InputError:
+    except InputError as exc:
+        if form is Form.LORA:
+            raise CommandError(
+                f"{model.name} has weights of types other than Q4_0, Q4_1 and Q8_0, and no adapter can be "
+                "made for these. Name another file, or leave --format out.",
+                Exit.REFUSED,
+            ) from exc
         if asked is BaseScheme.SOURCE:
             raise
         return BaseScheme.NF4

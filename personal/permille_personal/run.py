@@ -20,9 +20,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
+from numpy.typing import NDArray
 
 from permille.engines.export import export_transformers
+from permille.engines.gguf.adapter import export_gguf_adapter
 from permille.engines.gguf.blocks import BlockType
 from permille.engines.gguf.export import ChangeLostError, export_gguf
 from permille.errors import PermilleError
@@ -48,7 +51,7 @@ from permille_agent.embed import (
 )
 from permille_personal.build import built_package
 from permille_personal.command import Shown
-from permille_personal.request import Request, home_of, unusable_work
+from permille_personal.request import Form, Request, home_of, unusable_work
 
 STOP_S = 60.0
 
@@ -91,7 +94,10 @@ def run(request: Request, shown: Shown) -> dict[str, Any]:
     say(f"   the model is personal data: {request.out}")
     use = "chat" if _can_chat(request.model) else "generate 'Once upon a time'"
     say(f"   to talk to it: {agent_line(device, use)}")
-    if request.out.suffix == ".gguf":
+    if request.form is Form.LORA:
+        beside = shlex.join(("llama-cli", "--model", str(request.model), "--lora", str(request.out)))
+        say(f"   to load it into llama.cpp beside the model: {beside}")
+    elif request.form is Form.GGUF:
         file = _modelfile(request.out)
         name, path = ollama_name(file.stem), shlex.quote(str(file))
         say(f"   to load it into Ollama: ollama create {name} --file {path}")
@@ -218,7 +224,7 @@ def _agent(arguments: list[str], *, quiet: bool) -> tuple[int, str]:
 def _export(request: Request, home: Home, shown: Shown) -> None:
     """Write the personal model.
 
-    The GGUF file gets its final name when it is complete, so a killed export leaves no partial file
+    A GGUF file gets its final name when it is complete, so a killed export leaves no partial file
     under that name. A package with the scheme `source` keeps the codes of the model's GGUF file. If these
     codes are too coarse for the personal change, the new file gets codes of eight bits (Q8_0).
 
@@ -229,18 +235,17 @@ def _export(request: Request, home: Home, shown: Shown) -> None:
     active = require_active(home)
     package = Package.open(BlobFolder(home.blobs), active.package)
     values_K = model_values(home, active, package)
-    if request.out.suffix != ".gguf":
+    if request.form is Form.TRANSFORMERS:
         export_transformers(package, values_K, request.out)
         return
     folder, like = request.work / "export", request.model if request.model.is_file() else None
     shutil.rmtree(folder, ignore_errors=True)
-    try:
-        export_gguf(package, values_K, folder, like=like)
-    except ChangeLostError as exc:
-        if exc.finer is not BlockType.Q8_0:
-            raise
-        shown.say("   The change is too small for the file's own codes: writing Q8_0.")
-        export_gguf(package, values_K, folder, kind=exc.finer, like=like)
+    if request.form is Form.LORA:
+        adapter = export_gguf_adapter(package, values_K, folder)
+        size = f"{adapter.size_bytes / 1e6:.1f} MB"
+        shown.say(f"   {size}, ranks up to {adapter.largest_rank}; {request.model.name} stays as it is")
+    else:
+        _export_gguf(package, values_K, folder, like, shown)
     (file,) = folder.glob("*.gguf")
     # Move the file into the folder of the result first. A rename across file systems would not be atomic.
     partial = request.out.with_name(f".{request.out.name}.partial")
@@ -251,7 +256,8 @@ def _export(request: Request, home: Home, shown: Shown) -> None:
         partial.touch(mode=0o600)
         shutil.move(file, partial)
         modelfile = _modelfile(request.out)
-        if not modelfile.exists():  # the person may have changed the Modelfile of an earlier export
+        # The person may have changed the Modelfile of an earlier export.
+        if request.form is Form.GGUF and not modelfile.exists():
             text = (folder / "Modelfile").read_text(encoding="utf-8")
             text = text.replace(f"FROM ./{file.name}\n", f"FROM ./{request.out.name}\n", 1)
             write_atomic(modelfile, text.encode(), mode=0o600)
@@ -259,6 +265,18 @@ def _export(request: Request, home: Home, shown: Shown) -> None:
     finally:
         partial.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _export_gguf(
+    package: Package, values_K: NDArray[np.float32], folder: Path, like: Path | None, shown: Shown
+) -> None:
+    try:
+        export_gguf(package, values_K, folder, like=like)
+    except ChangeLostError as exc:
+        if exc.finer is not BlockType.Q8_0:
+            raise
+        shown.say("   The change is too small for the file's own codes: writing Q8_0.")
+        export_gguf(package, values_K, folder, kind=exc.finer, like=like)
 
 
 def _like(request: Request) -> tuple[str, ...]:

@@ -14,11 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from permille.engines.gguf.export import export_gguf
+from permille.engines.light.engine import LightEngine
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
+from permille.zo.estimators import Batch
+from permille_agent.embed import Home, model_values, require_active
+from permille_lab.exports.llama_cpp import LlamaCpp
 from tests.acceptance.environments import ROOT
 from tests.preloaded import Process, run
 from tests.running_service import environment, permille
+from tests.unit.engines.gguf_packages import exported_package
 
 EXAMPLES = ROOT / "examples"
 NOTES = EXAMPLES / "gardener" / "notes.txt"
@@ -151,6 +160,40 @@ def test_another_text_begins_from_the_base_model(whole: tuple[Path, dict[str, An
     assert len(list((tmp_path / "other").glob("device-*"))) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_adapter_beside_the_untouched_file_predicts_as_our_engine(tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", "llama", changes={"intermediate_size": 96})
+    export_gguf(package, None, tmp_path / "base", kind="q8_0")
+    model = tmp_path / "base/model.gguf"
+    before = model.read_bytes()
+    options = _options(tmp_path, "mine")
+    options[options.index("--folder")] = "--gguf"
+    options[options.index(str(EXAMPLES / "model"))] = str(model)
+    options[options.index("0.005")] = "0.05"
+    answer = _answer([*options, "--format", "lora"])
+    assert answer["loss_personal"] < answer["loss_base"]
+    assert model.read_bytes() == before
+    adapter = Path(answer["out"])
+    assert stat.S_IMODE(adapter.stat().st_mode) == 0o600
+    assert not adapter.with_suffix(".Modelfile").exists()
+
+    (home,) = (tmp_path / "mine").glob("device-*")
+    active = require_active(Home(home))
+    package = Package.open(BlobFolder(Home(home).blobs), active.package)
+    ids_T = np.random.default_rng(0).integers(3, 320, 40)
+    ids_BT = ids_T[None]
+    batch = Batch(input_ids_BT=ids_BT, attention_BT=ids_BT >= 0, target_BT=np.arange(40)[None] > 0)
+    ours_T = LightEngine(package).token_losses(model_values(Home(home), active, package), batch)
+    distances = []
+    for lora in (adapter, None):
+        with LlamaCpp(model, context=64, lora=lora) as peer:
+            theirs_T = -peer.log_probs(ids_T)[np.arange(39), ids_T[1:]]
+        distances.append(float(np.abs(theirs_T - ours_T).mean()))
+    # llama.cpp rounds activations to 8 bits, so a small distance is left.
+    assert distances[0] < 0.1 * distances[1]
+
+
 def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
     out = ("--out", str(tmp_path / "out.gguf"), "--work", str(tmp_path / "work"))
     (tmp_path / "not.gguf").write_bytes(b"PK\x03\x04 no model")
@@ -216,6 +259,8 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         ("--rate-scale", "400"): "--rate-scale must be above 0",
         ("--keep-general", "nan"): "--keep-general must be 0 to 100",
         ("--learn", "everyone"): "'everyone' is not one of",
+        ("--format", "lora"): "--format lora needs a GGUF file",
+        ("--format", "transformers"): "--format transformers writes a folder",
     }
     for options, message in usage.items():
         done = permille("personalise", *model, *text, *options, *out)

@@ -12,13 +12,22 @@ import pytest
 from transformers import AutoTokenizer
 
 from permille.engines.gguf.blocks import BlockType
-from permille.engines.gguf.export import ChangeLostError
+from permille.engines.gguf.export import ChangeLostError, export_gguf
 from permille.errors import InputError
 from permille.exits import CommandError, Exit, ExitCode
 from permille_agent.embed import Home
 from permille_personal import run
 from permille_personal.command import Shown
-from permille_personal.request import BaseScheme, Request, check_form, check_numbers
+from permille_personal.request import (
+    BaseScheme,
+    Form,
+    Request,
+    check_form,
+    check_numbers,
+    chosen_form,
+    chosen_scheme,
+)
+from tests.unit.engines.gguf_packages import exported_package
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/model"
 QUIET = Shown(quiet=True)
@@ -29,6 +38,7 @@ def request(folder: Path) -> Request:
         model=folder / "model.gguf",
         texts=(folder,),
         out=folder / "mine.gguf",
+        form=Form.GGUF,
         corpus=None,
         density=0.001,
         scheme=BaseScheme.SOURCE,
@@ -121,8 +131,8 @@ def model_folder(folder: Path, **config: Any) -> Path:
 
 
 def test_a_form_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
-    good, out = model_folder(tmp_path / "good"), tmp_path / "mine.gguf"
-    check_form(good, out)
+    good = model_folder(tmp_path / "good")
+    check_form(good, Form.GGUF)
     activation = model_folder(tmp_path / "activation", hidden_act="gelu")
     cutting = model_folder(tmp_path / "cutting")
     tokenizer = json.loads((EXAMPLE / "tokenizer.json").read_text())
@@ -130,12 +140,37 @@ def test_a_form_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
     (cutting / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": {"type": "Lowercase"}}))
     for folder, message in ((activation, "needs activation silu"), (cutting, "cut a text as this tokenizer")):
         with pytest.raises(CommandError, match=f"{folder.name} cannot be written as .*{message}") as refused:
-            check_form(folder, out)
+            check_form(folder, Form.GGUF)
         assert refused.value.code is Exit.REFUSED
-        check_form(folder, tmp_path / "mine")  # for transformers
+        check_form(folder, Form.TRANSFORMERS)
     (activation / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config\.json"):
-        check_form(activation, out)
+        check_form(activation, Form.GGUF)
+
+
+def test_a_form_fits_the_name_of_the_result() -> None:
+    file, folder = Path("mine.gguf"), Path("mine")
+    assert [chosen_form(None, out) for out in (file, folder)] == [Form.GGUF, Form.TRANSFORMERS]
+    assert chosen_form(Form.LORA, file) is Form.LORA
+    for form, out in ((Form.LORA, folder), (Form.GGUF, folder), (Form.TRANSFORMERS, file)):
+        with pytest.raises(CommandError, match=f"--format {form} writes a .*, but --out is {out.name}") as no:
+            chosen_form(form, out)
+        assert no.value.code is Exit.USAGE
+
+
+def test_an_adapter_needs_a_gguf_file_whose_codes_are_kept(tmp_path: Path) -> None:
+    package = exported_package(tmp_path / "blobs", "llama", changes={"intermediate_size": 96})
+    for kind in ("q8_0", "f16"):
+        export_gguf(package, None, tmp_path / kind, kind=kind)
+    kept, lost = (tmp_path / name / "model.gguf" for name in ("q8_0", "f16"))
+    assert chosen_scheme(kept, None, Form.LORA) is BaseScheme.SOURCE
+    assert chosen_scheme(lost, None, Form.GGUF) is BaseScheme.NF4
+    with pytest.raises(CommandError, match="has weights of types other than Q4_0"):
+        chosen_scheme(lost, None, Form.LORA)
+    for model, scheme in ((kept, BaseScheme.NF4), (tmp_path, None)):
+        with pytest.raises(CommandError, match="--format lora needs a GGUF file whose codes") as refused:
+            chosen_scheme(model, scheme, Form.LORA)
+        assert refused.value.code is Exit.USAGE
 
 
 def test_a_slow_tokenizer_is_converted_before_it_is_checked(tmp_path: Path) -> None:
@@ -145,7 +180,7 @@ def test_a_slow_tokenizer_is_converted_before_it_is_checked(tmp_path: Path) -> N
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    check_form(folder, tmp_path / "mine.gguf")
+    check_form(folder, Form.GGUF)
     assert not (folder / "tokenizer.json").exists()
 
 
