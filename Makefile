@@ -45,7 +45,9 @@ export STACK
 demo: $(VENV)/.native $(if $(filter smollm2,$(MODEL)),smollm2)  ## Run the whole product once on a real chat model (minutes; MODEL=example: a tiny model; STACK=full: with PostgreSQL, Redis, Celery)
 	@$(BIN)/python -m examples.demo $(MODEL)
 
-test: $(VENV)/.native system-packages smollm2 lint types check-imports pytest  ## Run linters, type checks, import contracts and the tests (about ten minutes on two cores)
+# The checks run beside the tests, which wait for much of their time.
+test: $(VENV)/.native system-packages smollm2  ## Run linters, type checks, import contracts and the tests (about ten minutes on two cores)
+	@$(MAKE) --no-print-directory -j 2 pytest lint types check-imports
 
 system-packages:
 	@bash scripts/system-packages.sh

@@ -168,6 +168,7 @@ def _interrupt_at(cell: int) -> Callable[[int, int, str], None]:
     return progress
 
 
+@pytest.mark.slow
 def test_an_answer_that_does_not_fit_is_a_bad_row_and_ends_nothing(sweep_file: Path) -> None:
     folder, answers = sweep_file.parent, ["it rained", "it was dark"]
     rows = [

@@ -41,6 +41,7 @@ class Stopped(Exception):  # noqa: N818 - an interruption
     """An interruption, as by a person."""
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_stopped_goes_on_and_ends_as_one_that_was_not(
     sweep_file: Path, tmp_path: Path
 ) -> None:

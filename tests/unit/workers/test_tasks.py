@@ -244,6 +244,7 @@ def quick_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding.rounded_int4, "__kwdefaults__", {"iterations": 20})
 
 
+@pytest.mark.slow
 def test_a_small_corpus_is_measured_on_what_there_is_and_says_so(bench: Bench, quick_rounding: None) -> None:
     options = AUTO_ROUND | {"calibration_sequences": 12, "calibration_length": 128}
     row = quantization_of(bench, evaluated=True, **options, calibration_corpus_id=bench.corpus.id)

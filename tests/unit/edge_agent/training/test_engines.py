@@ -72,7 +72,9 @@ def test_a_run_does_not_go_on_with_another_engine(tmp_path: Path) -> None:
     assert run.require("engine", EngineUsed) == run.require("outcome", RunOutcome).engine
 
 
-@pytest.mark.parametrize("estimator", [EstimatorKind.SPSA, EstimatorKind.GRADIENT])
+@pytest.mark.parametrize(
+    "estimator", [pytest.param(EstimatorKind.SPSA, marks=pytest.mark.slow), EstimatorKind.GRADIENT]
+)
 def test_a_training_on_torch_learns_what_one_on_light_does(estimator: EstimatorKind, tmp_path: Path) -> None:
     """Text, seed and directions are the same. The shared log replays to the reported state."""
     gained, home = {}, open_home(tmp_path / "home")
