@@ -13,4 +13,9 @@ def make_role(server: Server) -> str:
         known = connection.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (ROLE,)).fetchone()
         if known is None:
             connection.execute(f"CREATE ROLE {ROLE} LOGIN")
+    return with_role(server)
+
+
+def with_role(server: Server) -> str:
+    """The URL of the server with the role. The server need not run."""
     return server.url.replace("//permille@", f"//{ROLE}@")

@@ -1,5 +1,6 @@
 """Another user of the machine listens on the port of a service that has ended, and waits for its token."""
 
+import errno
 import os
 import signal
 import socket
@@ -45,7 +46,14 @@ def stranger(port: int, answer: Answer) -> Iterator[tuple[int, list[bytes]]]:
 
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", port))
+        while True:
+            try:
+                listening.bind(("127.0.0.1", port))
+                break
+            except OSError as error:  # What the killed service started may hold the port for a moment.
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                time.sleep(0.05)
         listening.listen()
         serving = threading.Thread(target=serve, daemon=True)
         serving.start()

@@ -28,7 +28,7 @@ from tests.integration.job_site import Redis
 from tests.ports import free_port
 from tests.running_service import environment
 from tests.unit.store.postgres import Server
-from tests.worker_role import ROLE, make_role
+from tests.worker_role import ROLE, make_role, with_role
 
 APIS, WORKERS = 2, 3
 LEASE_S: Final = 8.0
@@ -172,7 +172,7 @@ class Site:
 
     def _start_worker(self, name: str) -> None:
         own = {"CHAOS_SKEW_S": str(self.rng.choice(_SKEWS_S))}
-        own["PERMILLE_DATABASE_URL"] = make_role(self.postgres)
+        own["PERMILLE_DATABASE_URL"] = with_role(self.postgres)
         own |= {"CHAOS_COLD": "1"} if name == f"worker-{WORKERS - 1}" else HARMED_AGENT
         self.processes[name] = _start(self.root, name, ["worker"], {**self._settings(), **own})
 
