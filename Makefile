@@ -143,7 +143,7 @@ commands: $(VENV)/.installed  ## Write docs/reference/permille.md and permille-a
 	$(BIN)/python -m scripts.commands
 
 pictures: $(VENV)/.native system-packages smollm2  ## Make docs/images again: the web pages in Chromium, and a run of the demo (minutes)
-	$(BIN)/python -m tests.page_site docs/images
+	$(BIN)/python -m tests.console.page_site docs/images
 	$(BIN)/python -m examples.picture
 
 # MkDocs has its own environment, because neither the product nor its tests depend on it.

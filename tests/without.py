@@ -101,17 +101,19 @@ def remove(name: str, folder: Path) -> Without:
 def without_entries(project: str, name: str) -> str:
     """Return the text of `pyproject.toml` without the lines and list elements that name the package."""
     project = re.sub(rf'^[\w-]+ = "{name}[.:][^"]*"\n', "", project, flags=re.MULTILINE)
-    return re.sub(rf'"(extensions/)?{name}[\w.]*"(, )?', "", project)
+    return re.sub(rf'"[^"\n]*\b{name}\b[\w.*]*"(, )?', "", project)
 
 
 def own_tests(name: str, root: Path) -> list[Path]:
     """Return the tests of an extension: its folder of tests, and all modules that import one or the other.
 
-    The lab may also import an extension. Its modules stay, but tests of these modules go.
+    The lab and the pages of other extensions may also import an extension. They stay, but their tests go.
     """
-    tests, lab = sorted((root / "tests").rglob("*.py")), (root / "lab").rglob("*.py")
+    tests = sorted((root / "tests").rglob("*.py"))
     modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in tests}
-    modules |= {".".join(path.relative_to(root / "lab").with_suffix("").parts): path for path in lab}
+    for room in (root / "lab", root / "extensions"):
+        found = room.rglob("*.py")
+        modules |= {".".join(path.relative_to(room).with_suffix("").parts): path for path in found}
     imports = {module: set(_imported(path)) for module, path in modules.items()}
     own = f"tests.{name.removeprefix('permille_')}"
     gone = {module for module in modules if f"{module}.".startswith(f"{own}.")}

@@ -22,7 +22,7 @@ from permille.store.database import REQUESTS, Database
 from permille.store.jobs.dispatch import CeleryDispatcher
 from permille.store.migrations.schema import migrate
 from permille.version import __version__
-from permille_service import console, guard, keys, observing, problems
+from permille_service import guard, health, keys, observing, problems
 from permille_service.access import routes as access_routes
 from permille_service.access.principals import check_routes
 from permille_service.context import Service
@@ -36,7 +36,6 @@ from permille_service.inputs import corpora, models
 from permille_service.jobs import routes as job_routes
 from permille_service.jobs.stream import MAX_STREAMS, MAX_STREAMS_PER_TENANT, MAX_STREAMS_PER_TOKEN
 from permille_service.limits import RateLimit, Slots
-from permille_service.pages import routes as pages
 from permille_service.parameters import check_given_once
 from permille_service.preflights import planning
 from permille_service.releases import routes as release_routes
@@ -87,7 +86,7 @@ _LAST_TAGS: Final = [
 ]
 
 ROUTERS = (
-    console.health,
+    health.health,
     release_routes.router,
     trust_routes.router,
     packages.router,
@@ -115,7 +114,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(
         title=TITLE,
         version=__version__,
-        # FastAPI's own page loads its scripts from a CDN. `console` serves the same page without one.
+        # FastAPI's own page loads its scripts from a CDN. `health` serves the same page without one.
         docs_url=None,
         redoc_url=None,
         # If a path lacks the slash at its end, or has one too many, answer with 404. A redirect would repeat
@@ -127,8 +126,7 @@ def create_app(settings: Settings) -> FastAPI:
         telemetry={"operation_spans": False, "metrics": False, "logs": False},
     )
     app.state.service = service
-    console.install(app)
-    pages.install(app)
+    health.install(app)
     _document(app)
     problems.install(app)
     # Middleware that is installed later runs earlier, so `observing` also sees requests that the guard
@@ -150,7 +148,7 @@ def _routes() -> list[BaseRoute]:
         generate_unique_id_function=problems.operation_id,
     )
     added = (router for extension in service_extensions() for router in extension.routers)
-    last = (*_LAST_ROUTERS, console.router, *pages.routers(), observing.router)
+    last = (*_LAST_ROUTERS, health.router, observing.router)
     for router in (*ROUTERS, *added, *last):
         api.include_router(router)
     return api.routes

@@ -1,8 +1,7 @@
-"""The part of an extension for the service: routers, signed changes, metrics and web pages."""
+"""The part of an extension for the service: routers, signed changes, metrics and estimates of jobs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -15,7 +14,6 @@ from permille.trust.repository import Repository
 from permille_service.context import Service
 
 if TYPE_CHECKING:
-    from permille_service.pages.actions import Action
     from permille_service.preflights.estimates import Needs
     from permille_service.preflights.planning import Planner
 
@@ -27,15 +25,11 @@ class ServiceExtension:
     """Parts of an extension for the service. An entry point in `permille.service` names one.
 
     Attributes:
-        routers: the routers of the API.
+        routers: the routers. They come before those of the core's pages.
         tags: the tags of the routers, with their descriptions, for the OpenAPI document.
         sign: signs what has changed in a tenant's repository since the last call. The service calls it before
             it answers a request for the TUF timestamp.
         metrics: reads metrics from the database.
-        page_routers: the routers of the web pages.
-        views: the paths and the names of pages to list in the navigation, below `/ui`.
-        actions: the actions that a page can start, by the name in their path.
-        templates: the folder with the templates of the pages.
         needs: estimates of the memory and disk of a job, by the class of its request.
     """
 
@@ -43,10 +37,6 @@ class ServiceExtension:
     tags: tuple[Mapping[str, str], ...] = ()
     sign: Sign = lambda _service, _session, _repository, _tenant_id: None
     metrics: Callable[[Session], Iterable[Metric]] = lambda _session: ()
-    page_routers: tuple[APIRouter, ...] = ()
-    views: tuple[tuple[str, str], ...] = ()
-    actions: Mapping[str, "Action"] = field(default_factory=dict)
-    templates: Path | None = None
     needs: Mapping[type[Closed], Callable[["Planner", Any], "Needs"]] = field(default_factory=dict)
 
 

@@ -3,7 +3,7 @@
 A request is a Pydantic model. It may be a union of models (one for each method of a mask), and may hold other
 models (one for each part of a build). An option takes its name from its field, and its help from the field's
 description. Where a field holds an id, the option also accepts the name of the object. The command line
-(`permille_service.cli.commands`) and the page (`permille_service.pages.forms`) show the same options.
+(`permille_service.cli.commands`) and the console (`permille_console.forms`) show the same options.
 """
 
 from collections.abc import Callable, Iterator

@@ -39,6 +39,7 @@ def test_the_api_has_no_torch_starts_and_answers(tmp_path: Path, wheel: Path) ->
                 time.sleep(0.1)
             url = (data / "service.url").read_text().strip()
             assert httpx.get(f"{url}/v1/health", trust_env=False, timeout=60.0).json()["status"] == "ok"
+            assert "Operator token" in httpx.get(f"{url}/ui/sign-in", trust_env=False, timeout=60.0).text
         finally:
             process.terminate()
 

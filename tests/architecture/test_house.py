@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
 import permille
 from permille.version import __version__
@@ -108,6 +109,21 @@ VIOLATIONS = [
         "no program imports an extension",
     ),
     (
+        "extensions/permille_rollouts/workers/planted.py",
+        "import permille_console.actions",
+        "extensions never import each other",
+    ),
+    (
+        "extensions/permille_console/planted.py",
+        "import permille_rollouts.offer",
+        "extensions never import each other",
+    ),
+    (
+        "extensions/permille_rollouts/service/planted.py",
+        "import permille_rollouts.console.pages",
+        "only the console loads the pages of an extension",
+    ),
+    (
         "extensions/permille_rollouts/agent/planted.py",
         "import permille.store.rows",
         "the agent's part of an extension knows no server",
@@ -182,6 +198,16 @@ def test_a_device_installs_no_server_library() -> None:
     names = {re.split(r"[<>=\[ ]", requirement)[0].lower() for requirement in device}
     assert names.isdisjoint({"fastapi", "celery", "redis", "sqlalchemy", "alembic", "uvicorn", "datasets"})
     assert not any(requirement.startswith("permille[") for requirement in device)
+
+
+def test_a_wheel_has_every_file_of_the_extensions() -> None:
+    packed = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
+    found = (path for path in (ROOT / "extensions").rglob("*") if path.is_file())
+    files = {
+        str(path.relative_to(ROOT / "extensions")) for path in found if path.parent.name != "__pycache__"
+    }
+    assert {"permille_console/vendor/htmx.min.js", "permille_console/templates/base.html.jinja"} < files
+    assert files <= packed
 
 
 def test_messages_and_pages_advise_only_extras_that_exist() -> None:

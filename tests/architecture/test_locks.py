@@ -64,6 +64,8 @@ assert engine.info()["name"] == "light"
 API = """
 import_all("permille_service")
 import_all("permille_rollouts.service")
+import_all("permille_rollouts.console")
+import_all("permille_console")
 from permille_service.__main__ import main
 assert "torch" not in sys.modules
 sys.exit(main())

@@ -95,7 +95,7 @@ def test_unknown_field_is_refused(api: Api) -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", ""])
 def test_foreign_host_is_refused_on_every_path(api: Api, host: str) -> None:
-    for path in ("/v1/health", "/docs", "/openapi.json", "/static/console.js"):
+    for path in ("/v1/health", "/docs", "/openapi.json", "/static/docs.js"):
         answer = api.client.get(path, headers={"Host": host})
         assert answer.status_code == 421, path
         problem_of(answer)
@@ -306,20 +306,15 @@ def test_only_health_and_enrolment_are_open(api: Api) -> None:
     assert open_paths == {"/v1/health", "/v1/enrolments", "/v1/device-tokens", "/v1/device-tokens/nonces"}
 
 
-def test_console_names_nothing_outside_of_the_server(api: Api) -> None:
+def test_docs_name_nothing_outside_of_the_server(api: Api) -> None:
     page = api.client.get("/docs").text
     links = re.findall(r'(?:src|href)="([^"]+)"', page)
     assert links
     for link in links:
         assert link.startswith("/static/")
         assert api.client.get(link).status_code == 200
-    assert "http" not in api.client.get("/static/console.js").text
+    assert "http" not in api.client.get("/static/docs.js").text
     assert "url(http" not in api.client.get("/static/swagger-ui.css").text
-
-
-def test_the_address_alone_leads_to_the_pages(api: Api) -> None:
-    assert api.client.get("/", follow_redirects=False).headers["location"] == "/ui"
-    assert api.client.get("/").url.path == "/ui/sign-in"
 
 
 def test_every_group_of_routes_is_described(api: Api) -> None:

@@ -17,7 +17,7 @@ from permille.schemas.runs import STATE_MEDIA_TYPE
 from permille.store import uploads
 from permille_agent.cli.main import main
 from permille_agent.state.home import open_home
-from permille_service import console
+from permille_service import health
 from tests.api_service import Api, new_run_id, run_metrics, running_api
 from tests.artifacts import add_package as store_package
 from tests.bucket_site import Fault, Gate, bucket_server, gate
@@ -130,7 +130,7 @@ def test_bytes_of_a_bucket_are_passed_on_with_ranges_and_conditions(
 def test_what_a_bucket_refuses_is_said_and_health_knows(
     api: Api, site: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "ANSWER_S", 60.0)  # enough for the real result on a busy machine
+    monkeypatch.setattr(health, "ANSWER_S", 60.0)  # enough for the real result on a busy machine
     path, data = blob_of(api, tmp_path / "made")
     assert api.get("/readyz").status_code == 200
     site.faults = [Fault(f"^(GET|HEAD) /{site.bucket}", times=99, status=403, code="AccessDenied")]
@@ -156,7 +156,7 @@ def test_a_bucket_that_does_not_answer_leaves_threads_for_others(
         answer = next(as_completed(asked)).result()
         assert answer.status_code == 503 and "wait for bucket" in answer.json()["detail"]
         assert api.get("/v1/fleet").status_code == 200
-        monkeypatch.setattr(console, "ANSWER_S", 0.1)
+        monkeypatch.setattr(health, "ANSWER_S", 0.1)
         assert api.get("/readyz").json()["detail"] == "the store of blobs did not answer in time"
         site.closed.set()
 

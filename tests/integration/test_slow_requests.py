@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from permille.schemas.problems import ProblemType
 from permille.store import database, rows
 from permille.store.database import Patience
-from permille_service import app, console
+from permille_service import app, health
 from tests.api_service import Api, running_api
 from tests.unit.store.postgres import Server, postgres_server
 
@@ -40,18 +40,18 @@ def test_a_service_whose_threads_are_all_busy_is_alive_and_not_ready(
 
     with running_api(tmp_path) as api:
         monkeypatch.setattr(rows, "list_all", wait)
-        monkeypatch.setattr(console, "EVERY_S", 0.0)
+        monkeypatch.setattr(health, "EVERY_S", 0.0)
         with ThreadPoolExecutor(THREADS + 5) as pool:
             answers = [pool.submit(api.get, "/v1/corpora") for _ in range(THREADS + 5)]
             assert all(entered.acquire(timeout=LONG_S) for _ in range(THREADS))
             assert api.client.get("/livez").status_code == 200
-            monkeypatch.setattr(console, "ANSWER_S", 0.2)
+            monkeypatch.setattr(health, "ANSWER_S", 0.2)
             refused = api.client.get("/readyz")
             assert (refused.status_code, refused.json()["detail"]) == (
                 503,
                 "a thread for requests did not answer in time",
             )
-            monkeypatch.setattr(console, "ANSWER_S", LONG_S)
+            monkeypatch.setattr(health, "ANSWER_S", LONG_S)
             end.set()
             assert {answer.result(LONG_S).status_code for answer in answers} == {200}
             assert api.client.get("/readyz").status_code == 200
@@ -62,8 +62,8 @@ def test_a_server_that_hangs_does_not_stop_health(tmp_path: Path, monkeypatch: p
         path, unavailable = job_path(api), ProblemType.UNAVAILABLE.uri
         assert api.get(path).status_code == 200
         assert api.client.get("/readyz").status_code == 200
-        monkeypatch.setattr(console, "ANSWER_S", 0.5)
-        monkeypatch.setattr(console, "EVERY_S", 0.0)
+        monkeypatch.setattr(health, "ANSWER_S", 0.5)
+        monkeypatch.setattr(health, "EVERY_S", 0.0)
         with ThreadPoolExecutor(2 * READS) as pool:
             with stopped(server):
                 answers = [pool.submit(api.get, path) for _ in range(READS)]
@@ -74,7 +74,7 @@ def test_a_server_that_hangs_does_not_stop_health(tmp_path: Path, monkeypatch: p
                 assert api.client.get("/readyz").json()["type"] == unavailable
                 assert threading.active_count() <= threads, "expected all to wait for one check"
             assert {answer.result(LONG_S).status_code for answer in answers} == {200}
-        monkeypatch.setattr(console, "ANSWER_S", LONG_S)
+        monkeypatch.setattr(health, "ANSWER_S", LONG_S)
         assert api.client.get("/readyz").status_code == 200
         with psycopg.connect(server.url.replace("+psycopg", "")) as other:
             other.execute("UPDATE operator_tokens SET last_used_at = NULL")

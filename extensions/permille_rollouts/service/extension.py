@@ -1,7 +1,6 @@
 """The part of rollouts for the service."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -10,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from permille.store.tables import Rollout
 from permille_rollouts.offer import RolloutState
-from permille_rollouts.service import pages, routes, webhooks
+from permille_rollouts.service import routes, webhooks
 from permille_rollouts.service.signing import sign_all
 from permille_service.extension import ServiceExtension
 
@@ -37,8 +36,4 @@ EXTENSION: Final = ServiceExtension(
     ),
     sign=sign_all,
     metrics=metrics,
-    page_routers=(pages.router,),
-    views=(("rollouts", "Rollouts"),),
-    actions={"rollout": pages.ACTION},
-    templates=Path(__file__).with_name("templates"),
 )

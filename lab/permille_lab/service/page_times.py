@@ -22,7 +22,7 @@ from sqlalchemy import insert
 from permille.store.database import Database, now
 from permille.store.ids import Prefix, new_id
 from permille.store.tables import Job
-from tests.page_site import site, views
+from tests.console.page_site import site, views
 from tests.unit.store.postgres import postgres_server
 
 ROUTES = ("/v1/fleet", "/v1/releases/notes/comparison", "/v1/runs", "/v1/jobs?state=failed")

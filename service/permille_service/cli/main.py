@@ -181,11 +181,11 @@ def start(
 
     def announce(url: str) -> None:
         if as_json:
-            print_json({"url": url, "token_file": str(settings.token_path), "console": f"{url}/docs"})
+            print_json({"url": url, "token_file": str(settings.token_path), "docs": f"{url}/docs"})
             sys.stdout.flush()
         output.say(f"permille {__version__} at {url}")
-        output.say(f"page     {url}/ui")
-        output.say(f"console  {url}/docs")
+        output.say(f"page     {url}/")
+        output.say(f"docs     {url}/docs")
         output.say(f"token    {settings.token_path}")
         for what, root, command in (
             ("models ", settings.model_root, "models add NAME --gguf FILE"),

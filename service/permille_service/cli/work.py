@@ -101,7 +101,7 @@ def _add_report(group: typer.Typer, collection: str, shows: str) -> None:
         of: Annotated[str, typer.Argument(metavar=singular(collection).upper())],
     ) -> None:
         found = session.client.get(f"/v1/{collection}/{session.id_of(collection, of)}/report")
-        if not session.output.as_json:  # leave out the curve, which the page at /ui draws
+        if not session.output.as_json:  # leave out the curve, which the console draws
             rows = [{name: row[name] for name in row if name != "shape"} for row in found["tensors"]]
             found = {name: found[name] for name in found if name != "curve"} | {"tensors": rows}
         session.output.show(found)

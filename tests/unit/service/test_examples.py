@@ -11,8 +11,6 @@ MODULES = (
     "permille_service.cli.tables",
     "permille_service.guard",
     "permille_service.limits",
-    "permille_service.pages.rendering",
-    "permille_service.pages.sign_in",
 )
 
 

@@ -1,4 +1,4 @@
-"""Forms of the web interface: the options of a request as fields, with the typed values and their errors.
+"""Forms of the console: the options of a request as fields, with the typed values and their errors.
 
 An empty field is left out of the request, so that the service's default applies. Only the request model
 checks the values, and the page shows its errors beside the fields.
@@ -13,8 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy.orm import Session
 
 from permille.schemas.problems import Problem
+from permille_console.names import Choice, choices_of, known_names
 from permille_service.forms import Form, RequestOption
-from permille_service.pages.names import Choice, choices_of, known_names
 
 Typed = Mapping[str, str]
 

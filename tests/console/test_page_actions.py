@@ -1,9 +1,7 @@
 """Actions on the pages below `/ui`: the forms, who may send them, and what is refused."""
 
 import re
-from collections.abc import Iterator
 from html import unescape
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,18 +10,12 @@ from sqlalchemy import text
 from starlette.testclient import TestClient
 
 from permille.schemas.access import Role
-from permille_service.pages.actions import actions
-from permille_service.pages.rendering import PageRoute
-from tests.api_service import URL, Api, running_api
+from permille_console.actions import actions
+from permille_console.rendering import PageRoute
+from tests.api_service import URL, Api
 from tests.artifacts import some_model
 
 OWN = {"Sec-Fetch-Site": "same-origin"}
-
-
-@pytest.fixture
-def api(tmp_path: Path) -> Iterator[Api]:
-    with running_api(tmp_path) as running:
-        yield running
 
 
 def signed_in(api: Api, token: str | None = None) -> TestClient:
@@ -205,6 +197,11 @@ def test_actions_are_refused_to_wrong_callers(api: Api) -> None:
     for path in ("/ui/releases/tiny", "/ui/releases", "/ui/fleet", "/ui/jobs"):
         assert "/ui/new/" not in viewer.get(path).text
         assert "/ui/new/" in admin.get(path).text
+
+
+def test_the_address_alone_leads_to_the_pages(api: Api) -> None:
+    assert api.client.get("/", follow_redirects=False).headers["location"] == "/ui"
+    assert api.client.get("/").url.path == "/ui/sign-in"
 
 
 @pytest.mark.attack(14, "a route of the page that forgets to ask where a request comes from")

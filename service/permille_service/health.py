@@ -1,8 +1,8 @@
-"""The console and the health checks of the service.
+"""The health checks of the service, and the page `/docs`.
 
-The console is Swagger UI, which shows the service's own OpenAPI document. Its files are part of this package,
-so it needs no network. Anybody may call the health checks. Except `/livez`, they test whether the service can
-write, because a database on a full disk can still be read.
+Anybody may call the health checks. Except `/livez`, they test whether the service can write, because a
+database on a full disk can still be read. The page is Swagger UI, which shows the service's own OpenAPI
+document. Its files are part of this package, so it needs no network.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from permille.version import __version__
 from permille_service.access.principals import PUBLIC
 from permille_service.access.proof import CHALLENGE_PATTERN, PATH, prove
 from permille_service.context import Served, Service
-from permille_service.guard import CONSOLE_POLICY
+from permille_service.guard import DOCS_POLICY
 from permille_service.problems import OPEN, ApiError, documented, fault_of
 
 STATIC: Final = Path(__file__).parent / "static"
@@ -42,12 +42,12 @@ PAGE: Final = """<!doctype html>
 <title>permille</title>
 <link rel="icon" href="/static/favicon-32x32.png">
 <link rel="stylesheet" href="/static/swagger-ui.css">
-<link rel="stylesheet" href="/static/console.css">
+<link rel="stylesheet" href="/static/docs.css">
 </head>
 <body>
-<div id="console"></div>
+<div id="docs"></div>
 <script src="/static/swagger-ui-bundle.js"></script>
-<script src="/static/console.js"></script>
+<script src="/static/docs.js"></script>
 </body>
 </html>
 """
@@ -64,9 +64,9 @@ health = APIRouter(prefix="/v1/health", tags=["health"], responses=documented(*O
 
 
 @router.get("/docs", dependencies=[PUBLIC])
-def console() -> HTMLResponse:
-    """Return the console's page."""
-    return HTMLResponse(PAGE, headers={"Content-Security-Policy": CONSOLE_POLICY})
+def show_docs() -> HTMLResponse:
+    """Return the page that shows the OpenAPI document."""
+    return HTMLResponse(PAGE, headers={"Content-Security-Policy": DOCS_POLICY})
 
 
 # Load balancers often send HEAD. uvicorn leaves out the body of the answer.
@@ -163,14 +163,15 @@ def get_proof(
     return PlainTextResponse(prove(token, challenge, (host, port)))
 
 
+# An extension with pages of its own may answer this path first.
 @router.get("/", dependencies=[PUBLIC])
 def root() -> RedirectResponse:
-    """Redirect a browser to the web interface."""
-    return RedirectResponse("/ui")
+    """Redirect a browser to a page."""
+    return RedirectResponse("/docs")
 
 
 def install(app: FastAPI) -> None:
-    """Add the console's files, and the check that the health routes share."""
+    """Add the files of the page, and the check that the health routes share."""
     service: Service = app.state.service
     app.state.writes = WriteCheck(service.database, service.blobs)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")

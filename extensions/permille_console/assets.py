@@ -7,6 +7,7 @@ browsers can keep the file for ever.
 import gzip
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +26,9 @@ class Asset:
     packed: bytes
 
 
+@cache
 def load() -> tuple[Asset, Asset]:
-    """Read and compress the styles and the scripts. The service calls this once, at its start."""
+    """Read and compress the styles and the scripts, once a process."""
     return _bundle(STYLES, "css", "text/css"), _bundle(SCRIPTS, "js", "text/javascript")
 
 

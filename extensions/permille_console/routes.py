@@ -1,9 +1,9 @@
-"""General routes of the web interface: styles and scripts, sign-in and sign-out, and the page of a job."""
+"""General routes of the console: styles and scripts, sign-in and sign-out, and the page of a job."""
 
 import re
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from permille.addresses import address_key
@@ -12,14 +12,9 @@ from permille.schemas.jobs import ENDED
 from permille.schemas.problems import ProblemType
 from permille.store import rows, tables
 from permille.store.jobs import queue
-from permille_service.access.principals import PUBLIC, Operator, find_principal
-from permille_service.context import Served
-from permille_service.extension import service_extensions
-from permille_service.jobs import records
-from permille_service.jobs import routes as job_routes
-from permille_service.pages import actions, assets, fleet, history, sign_in, work
-from permille_service.pages.names import lines_of, names_of, page_at
-from permille_service.pages.rendering import (
+from permille_console import assets, sign_in
+from permille_console.names import lines_of, names_of, page_at
+from permille_console.rendering import (
     HEADERS,
     MakerPage,
     Page,
@@ -27,9 +22,12 @@ from permille_service.pages.rendering import (
     ViewerPage,
     WatcherPage,
     is_part,
-    make_environment,
     render,
 )
+from permille_service.access.principals import PUBLIC, Operator, find_principal
+from permille_service.context import Served
+from permille_service.jobs import records
+from permille_service.jobs import routes as job_routes
 from permille_service.parameters import JobId
 from permille_service.problems import ApiError
 
@@ -39,17 +37,10 @@ _EVENTS = 200
 Next = Annotated[str, Query(alias="next", max_length=500)]
 
 
-def install(app: FastAPI) -> None:
-    """Load the styles, scripts and templates that the pages need, and attach them to an app."""
-    styles, scripts = assets.load()
-    app.state.assets = {asset.name: asset for asset in (styles, scripts)}
-    app.state.templates = make_environment(styles, scripts)
-
-
 @router.get("/assets/{name}", dependencies=[PUBLIC])
 def get_asset(name: str, request: Request) -> Response:
     """Return the file with the styles or the file with the scripts."""
-    asset: assets.Asset | None = request.app.state.assets.get(name)
+    asset = next((one for one in assets.load() if one.name == name), None)
     if asset is None:
         raise ApiError(ProblemType.NOT_FOUND, "There is no such file. Reload the page.")
     headers = {"Cache-Control": "public, max-age=31536000, immutable", "Vary": "Accept-Encoding"}
@@ -143,18 +134,3 @@ def _job(page: Page, job_id: str) -> Response:
         live=job.state not in ENDED,
         made=page_at(job.result),
     )
-
-
-nothing = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
-
-
-@nothing.get("/{path:path}", dependencies=[PUBLIC])
-def show_nothing(path: str) -> Response:
-    """Answer that there is no such page."""
-    raise ApiError(ProblemType.NOT_FOUND, f"there is no page {path[:80]!r}")
-
-
-def routers() -> tuple[APIRouter, ...]:
-    """Return the routers of all pages, including those of extensions."""
-    added = (router for extension in service_extensions() for router in extension.page_routers)
-    return (router, actions.router, history.router, work.router, fleet.router, *added, nothing)

@@ -12,10 +12,10 @@ from permille.store.errors import NotFoundError
 from permille.store.fleet.comparison import compare
 from permille.store.fleet.summary import summary
 from permille.store.fleet.versions import results
+from permille_console.rendering import PageRoute, ViewerPage, WatcherPage
 from permille_service.federations.records import present as present_federation
 from permille_service.federations.records import present_round
 from permille_service.fleet.routes import least_for
-from permille_service.pages.rendering import PageRoute, ViewerPage, WatcherPage
 from permille_service.parameters import OtherVersion, Paging, ReleaseName, key_of, page_of
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)

@@ -20,11 +20,10 @@ from permille.schemas.runs import Outcome
 from permille.store import artifacts, audit, rows, runs, tables
 from permille.store.fleet.versions import results
 from permille.store.jobs import queue
-from permille_service.jobs import records
-from permille_service.pages import work
-from permille_service.pages.masks import MaskEvidence
-from permille_service.pages.names import choices_of, known_names, lines_of, names_of, page_at
-from permille_service.pages.rendering import (
+from permille_console import work
+from permille_console.masks import MaskEvidence
+from permille_console.names import choices_of, known_names, lines_of, names_of, page_at
+from permille_console.rendering import (
     AdminPage,
     Page,
     PageRoute,
@@ -36,6 +35,7 @@ from permille_service.pages.rendering import (
     size,
     span,
 )
+from permille_service.jobs import records
 from permille_service.parameters import MomentPaging, NumberPaging, Paging, RunId, page_of
 from permille_service.runs.routes import present
 

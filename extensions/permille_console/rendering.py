@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from typing import Annotated, Any, Final
 from urllib.parse import quote, urlencode
 
@@ -20,11 +21,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from permille.schemas.access import Role
 from permille.schemas.problems import Problem
+from permille_console import assets, sign_in
+from permille_console.extension import console_extensions
 from permille_service import problems
 from permille_service.access.principals import RANK, Authentication, Operator, require_role
 from permille_service.context import Served, Service
-from permille_service.extension import service_extensions
-from permille_service.pages import assets, sign_in
 
 logger = logging.getLogger(__name__)
 POLICY: Final = (
@@ -41,12 +42,13 @@ _SPANS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
-def make_environment(styles: assets.Asset, scripts: assets.Asset) -> Environment:
+@cache
+def _environment() -> Environment:
     """Return the Jinja environment for all templates, with the functions and filters that they use."""
-    added = service_extensions()
-    folders = [assets.FOLDER / "templates", *(one.templates for one in added if one.templates)]
+    added = console_extensions()
+    styles, scripts = assets.load()
     made = Environment(
-        loader=FileSystemLoader(folders),
+        loader=FileSystemLoader([assets.FOLDER / "templates", *(one.templates for one in added)]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -55,10 +57,7 @@ def make_environment(styles: assets.Asset, scripts: assets.Asset) -> Environment
     made.globals |= {"styles": styles.name, "scripts": scripts.name, "link": link}
     made.globals["added_views"] = [view for extension in added for view in extension.views]
     made.globals["added_actions"] = {name for extension in added for name in extension.actions}
-    routes = [route for extension in added for router in extension.page_routers for route in router.routes]
-    made.globals["added_pages"] = {
-        route.path.split("/")[2] for route in routes if isinstance(route, APIRoute)
-    }
+    made.globals["added_pages"] = set().union(*(extension.shown for extension in added))
     made.filters |= {
         "ago": ago,
         "span": span,
@@ -115,9 +114,8 @@ def render(
     request: Request, template: str, values: Mapping[str, object], *, status: int = 200
 ) -> HTMLResponse:
     """Render a template as a response. If htmx asks, render only the part `_template` if there is one."""
-    environment: Environment = request.app.state.templates
     parts = [f"_{template}.html.jinja"] if is_part(request) else []
-    chosen = environment.select_template([*parts, f"{template}.html.jinja"])
+    chosen = _environment().select_template([*parts, f"{template}.html.jinja"])
     content = chosen.render({"request": request, **values})
     return HTMLResponse(content, status_code=status, headers=HEADERS)
 

@@ -1,4 +1,4 @@
-"""Sign-in to the web interface with an operator's token. An encrypted cookie then holds the token.
+"""Sign-in to the console with an operator's token. An encrypted cookie then holds the token.
 
 Scripts cannot read the cookie (HttpOnly), and other sites cannot make the browser send it (SameSite=Strict).
 It is valid for twelve hours, below `/ui` only. For each request, the token and the session are looked up in

@@ -9,6 +9,10 @@ from pydantic import BaseModel
 from sqlalchemy.orm import Session
 
 from permille.store import releases, rows, tables
+from permille_console import forms
+from permille_console.actions import CONFIRMED, Action, Effect, TypedForm, count_words, find
+from permille_console.names import names_of
+from permille_console.rendering import MakerPage, Page, PageRoute, ViewerPage
 from permille_rollouts.offer import RolloutState
 from permille_rollouts.schemas.rollouts import Rollout, RolloutApproval, RolloutCreate
 from permille_rollouts.service import routes
@@ -16,10 +20,6 @@ from permille_rollouts.service.records import present
 from permille_rollouts.service.routes import RolloutId
 from permille_rollouts.store import groups
 from permille_service.forms import form_of
-from permille_service.pages import forms
-from permille_service.pages.actions import CONFIRMED, Action, Effect, TypedForm, count_words, find
-from permille_service.pages.names import names_of
-from permille_service.pages.rendering import MakerPage, Page, PageRoute, ViewerPage
 from permille_service.parameters import Paging, page_of
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)

@@ -4,7 +4,7 @@ import pytest
 
 from permille.schemas.access import Role
 from tests.api_service import Api
-from tests.integration.test_page_actions import (
+from tests.console.test_page_actions import (
     OWN,
     confirm,
     facts,

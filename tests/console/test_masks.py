@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from permille.sensitivity.coverage import mask_report
-from permille_service.pages.masks import MaskEvidence, MaskOrder, curve_at_density, parts_of
+from permille_console.masks import MaskEvidence, MaskOrder, curve_at_density, parts_of
 
 KINDS = ("self_attn.q_proj", "mlp.up_proj")
 NAMES = [f"model.layers.{layer}.{kind}.weight" for layer in (0, 1, 10) for kind in KINDS]

@@ -7,8 +7,8 @@ from pydantic import BaseModel
 
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts
-from permille_service.pages.rendering import PageRoute, ViewerPage
-from permille_service.pages.work import Perplexity, model_names, report_of
+from permille_console.rendering import PageRoute, ViewerPage
+from permille_console.work import Perplexity, model_names, report_of
 from permille_service.parameters import key_of
 from permille_service.work.routes import present_artifact
 from permille_sparsify.kind import KIND

@@ -1,4 +1,4 @@
-"""The console in a real Chromium without a network: authorize, create a mask job, see it finish.
+"""The page `/docs` in a real Chromium without a network: authorize, create a mask job, see it finish.
 
 `PERMILLE_CHROMIUM` is the path of the browser. By default, it is `chromium`, `chromium-browser` or
 `google-chrome` on the PATH. If `PERMILLE_SCREENSHOTS` is set, screenshots are saved in this folder.
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Locator, Page, Request, Route
 
-from tests.page_site import chromium
+from tests.chromium import chromium
 from tests.running_service import Running, running_service
 from tests.tiny_model import write_corpus, write_model
 
@@ -25,7 +25,7 @@ FINISH_S = 240.0
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Run API and worker, with a model folder and a corpus file below their roots."""
-    folder = tmp_path_factory.mktemp("console")
+    folder = tmp_path_factory.mktemp("docs")
     write_model(folder / "models" / "tiny")
     write_corpus(folder / "corpora" / "texts.jsonl")
     roots = ("--model-root", str(folder / "models"), "--corpus-root", str(folder / "corpora"))
@@ -60,7 +60,7 @@ def page(up: Running, foreign: list[str]) -> Iterator[Page]:
 
 
 def find_operation(page: Page, name: str) -> Locator:
-    """Scroll to an operation. The console renders only operations in sight."""
+    """Scroll to an operation. The page renders only operations in sight."""
     block = page.locator(f"[id$='-{name}']")
     page.mouse.move(300, 300)
     page.evaluate("window.scrollTo(0, 0)")
@@ -100,7 +100,7 @@ def keep_picture(page: Page, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_operator_creates_a_mask_in_the_console_and_sees_it_finish(
+def test_operator_creates_a_mask_on_the_page_and_sees_it_finish(
     up: Running, page: Page, foreign: list[str]
 ) -> None:
     errors: list[str] = []
@@ -114,7 +114,7 @@ def test_operator_creates_a_mask_in_the_console_and_sees_it_finish(
 
     page.goto(f"{up.url}/docs")
     page.locator(".opblock").first.wait_for()
-    keep_picture(page, "console")
+    keep_picture(page, "docs")
     assert errors == []
 
     block = open_operation(page, "create_mask")

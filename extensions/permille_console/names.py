@@ -11,6 +11,7 @@ from permille.schemas.jobs import JobKind
 from permille.store import artifacts, rows, tables
 from permille.store.ids import Prefix
 from permille.store.rows import Window
+from permille_console.extension import console_extensions
 
 Choice = tuple[str, str]
 """A value that an operator can choose, and the label to show for it."""
@@ -27,9 +28,9 @@ _LISTED: Final[Mapping[str, Any]] = {
     "corpora": tables.Corpus,
     "groups": tables.DeviceGroup,
 }
-_SHOWN: Final = re.compile(
-    r"/v1/(builds|federations|jobs|masks|packages|releases|rollouts|sparsifications)/([^/]+)"
-)
+_OBJECT: Final = re.compile(r"/v1/([a-z]+)/([^/]+)")
+_SHOWN: Final = frozenset({"federations", "jobs", "masks", "packages", "releases"})
+"""The collections of the API whose objects have a page in this package."""
 _NEWEST: Final = Window(limit=rows.MAX_LIMIT)
 
 
@@ -66,8 +67,12 @@ def page_at(path: str | None) -> str | None:
 
     Return None if no page shows it.
     """
-    found = _SHOWN.match(path or "")
-    return None if found is None else f"/ui/{found[1].replace('builds', 'jobs')}/{found[2]}"
+    found = _OBJECT.match(path or "")
+    if found is None:
+        return None
+    collection = "jobs" if found[1] == "builds" else found[1]
+    shown = _SHOWN.union(*(extension.shown for extension in console_extensions()))
+    return f"/ui/{collection}/{found[2]}" if collection in shown else None
 
 
 def choices_of(session: Session, tenant_id: str, collection: str) -> list[Choice]:

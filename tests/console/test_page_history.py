@@ -1,12 +1,9 @@
 """The pages' lists of runs and changes: filters in the address, comparisons, names instead of ids."""
 
 import re
-from collections.abc import Iterator
 from html import unescape
-from pathlib import Path
 from typing import Any
 
-import pytest
 from starlette.testclient import TestClient
 
 from permille.choices import StreamedDataset
@@ -16,16 +13,10 @@ from permille.schemas.jobs import JobKind
 from permille.store import access, inputs, tables
 from permille.store.jobs import queue
 from permille.store.jobs.transitions import NewJob
-from tests.api_service import URL, Api, TestDevice, new_run_id, run_metrics, running_api
+from tests.api_service import URL, Api, TestDevice, new_run_id, run_metrics
 from tests.artifacts import some_model
 
 OWN = {"Sec-Fetch-Site": "same-origin"}
-
-
-@pytest.fixture
-def api(tmp_path: Path) -> Iterator[Api]:
-    with running_api(tmp_path) as running:
-        yield running
 
 
 def signed_in(api: Api, token: str | None = None) -> TestClient:

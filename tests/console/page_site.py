@@ -1,11 +1,9 @@
 """A service with data for its web pages: jobs in all states, a mask, a package, releases, a fleet.
 
-python -m tests.page_site docs/images        # write the pictures of the guide, in a real Chromium
+python -m tests.console.page_site docs/images        # write the pictures of the guide, in a real Chromium
 """
 
 import json
-import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page
 
 from permille.package.blobs import BlobFolder
 from permille.schemas.inputs import FileCorpus, SparsifiedModel
@@ -31,12 +29,12 @@ from permille.store.jobs.claims import Claim
 from permille.store.jobs.transitions import NewJob
 from permille_sparsify.kind import KIND
 from tests.artifacts import add_artifact, add_package, some_model
+from tests.chromium import chromium
 from tests.fleet_site import add_fleet, publish_versions
 from tests.packages import tiny_package
 from tests.rollouts.site import add_rollout
 from tests.running_service import Running, running_service
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 HOSTILE = "</td><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 WORDS = "the file stories.jsonl has 12,204 tokens, expected 51,200: ask for fewer or shorter sequences"
 LEASE_S = 3600.0
@@ -218,19 +216,6 @@ def views(stocked: Stocked) -> dict[str, str]:
         "resume": f"/ui/rollouts/{stocked.rollout_id}/resume",
         "compare": f"/ui/compare/jobs?a={stocked.failed_id}&b={stocked.held.job_id}",
     }
-
-
-@contextmanager
-def chromium() -> Iterator[Browser]:
-    """Run a real headless browser."""
-    named = os.environ.get("PERMILLE_CHROMIUM")
-    found = named or next((path for name in NAMES if (path := shutil.which(name))), None)
-    assert found, f"expected PERMILLE_CHROMIUM or one of {', '.join(NAMES)}; try: apt install chromium"
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
-        browser = playwright.chromium.launch(executable_path=found, args=arguments)
-        yield browser
-        browser.close()
 
 
 def sign_in(context: BrowserContext, running: Running, *, token: str | None = None) -> Page:

@@ -2,7 +2,7 @@
 window.addEventListener("load", () => {
   window.ui = SwaggerUIBundle({
     url: "/openapi.json",
-    dom_id: "#console",
+    dom_id: "#docs",
     deepLinking: true,
     displayRequestDuration: true,
     docExpansion: "list",

@@ -11,8 +11,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from permille.store.jobs import queue
-from permille_service.pages import assets
-from tests.page_site import Stocked, chromium, sign_in, site, views
+from permille_console import assets
+from tests.chromium import chromium
+from tests.console.page_site import Stocked, sign_in, site, views
 from tests.running_service import Running
 
 MOST_REQUESTS = 3

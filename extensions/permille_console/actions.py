@@ -1,4 +1,4 @@
-"""Actions that operators start from the web interface: builds, releases and invitations.
+"""Actions that operators start from the console: builds, releases and invitations.
 
 Each form is made from a request model of the API, and calls the function of the API's route. Permissions,
 rules, errors and audit entries are therefore the same as in the API. Before an action that affects devices, a
@@ -24,13 +24,13 @@ from permille.store import releases, tables
 from permille.store.database import now
 from permille.store.fleet.versions import followers
 from permille.store.ids import new_code
+from permille_console import forms, sign_in
+from permille_console.extension import console_extensions
+from permille_console.names import names_of
+from permille_console.rendering import MakerPage, Page, PageRoute
 from permille_service.creation import KEPT_FOR, Creation
 from permille_service.devices import routes as device_routes
-from permille_service.extension import service_extensions
 from permille_service.forms import Form, form_of
-from permille_service.pages import forms, sign_in
-from permille_service.pages.names import names_of
-from permille_service.pages.rendering import MakerPage, Page, PageRoute
 from permille_service.problems import ApiError
 from permille_service.releases import routes as release_routes
 
@@ -135,7 +135,7 @@ def make(name: str, page: MakerPage, typed: TypedForm) -> Response:
 
 def actions() -> Mapping[str, Action]:
     """Return all actions, including those of extensions, by the name in their path."""
-    added = [action for extension in service_extensions() for action in extension.actions.items()]
+    added = [action for extension in console_extensions() for action in extension.actions.items()]
     return {**_ACTIONS, **dict(added)}
 
 

@@ -14,9 +14,9 @@ from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import WORK
 from permille.store import artifacts, rows, tables
 from permille.store.artifacts import REPORT
+from permille_console.masks import MaskEvidence, MaskOrder, curve_at_density, curve_of, parts_of
+from permille_console.rendering import PageRoute, ViewerPage
 from permille_service.inputs import corpora, models
-from permille_service.pages.masks import MaskEvidence, MaskOrder, curve_at_density, curve_of, parts_of
-from permille_service.pages.rendering import PageRoute, ViewerPage
 from permille_service.parameters import PackageDigest, Paging, key_of, page_of
 from permille_service.work.routes import present_artifact
 

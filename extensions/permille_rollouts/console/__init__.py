@@ -1,0 +1,1 @@
+"""The part of rollouts for the console."""

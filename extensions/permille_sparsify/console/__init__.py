@@ -1,0 +1,1 @@
+"""The part of sparse models for the console."""

@@ -1,0 +1,9 @@
+"""The page of sparse models in the console."""
+
+from pathlib import Path
+from typing import Final
+
+from permille_console.extension import ConsoleExtension
+from permille_sparsify.console import pages
+
+EXTENSION: Final = ConsoleExtension(router=pages.router, templates=Path(__file__).with_name("templates"))
