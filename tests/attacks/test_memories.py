@@ -24,9 +24,10 @@ from permille.schemas.runs import LogForm
 from permille_agent.link import forget as forget_module
 from permille_agent.link.forget import forget_memories
 from permille_agent.link.report import collect_reports
-from permille_agent.local.model import LocalModel
+from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.local.show import show_run
 from permille_agent.personalizer import Personalizer
+from permille_agent.state.models import reset, rollback
 from permille_agent.training.decision import Decision
 from permille_agent.training.outcome import RunOutcome
 from permille_agent.training.personal import shareable
@@ -225,6 +226,59 @@ def test_an_erasure_that_was_interrupted_is_continued(
     (folder.path / "show.html").write_text("a page")
     assert forget_memories(device.home, [device.text]) == 0
     assert not texts()
+
+
+def test_a_damaged_run_keeps_no_memory_and_hides_no_other(tmp_path: Path) -> None:
+    device, folder = _trained(tmp_path)
+    (tmp_path / "more").mkdir()
+    other = replace(device, text=user_text(tmp_path / "more", 200, seed=9))
+    second = RunFolder(device.home.runs / other.train(engine_of=RememberingBigramEngine, steps=2).run)
+    second.memory.write_bytes(b"memory")
+    (folder.path / "data.json").write_text("{")
+    # It is not known of which text the first memory was made, so it may be of the removed text.
+    assert forget_memories(device.home, [other.text]) == 2
+    assert not folder.memory.exists()
+    assert not second.memory.exists()
+
+
+def test_an_old_run_is_overwritten_when_it_is_deleted(tmp_path: Path) -> None:
+    device, folder = _trained(tmp_path)
+    show_run(device.home, None, RememberingBigramEngine)
+    with folder.memory.open("rb") as memory, (folder.path / "samples.json").open("rb") as samples:
+        folder.delete()
+        assert not any(memory.read())
+        assert not any(samples.read())
+    assert not list(device.home.runs.iterdir())
+
+
+@pytest.mark.parametrize("gone", ["removed", "reset", "rolled back"])
+def test_an_open_model_lets_go_of_a_memory(tmp_path: Path, gone: str) -> None:
+    """`serve` keeps its model open while other commands remove text or reset the model."""
+    device, folder = _trained(tmp_path)
+    prompt, greedy = "On day 3", Sampling(temperature=0.0)
+
+    def written(model: LocalModel) -> str:
+        return "".join(model.complete(prompt, Variant.PERSONAL, greedy)[1])
+
+    with LocalModel(device.home, RememberingBigramEngine) as model:
+        with_memory = written(model)
+        model.keep_up()
+        assert written(model) == with_memory
+        if gone == "removed":
+            forget_memories(device.home, [device.text])
+        else:
+            (reset if gone == "reset" else rollback)(device.home)
+        model.keep_up()
+        assert model.memory is None
+        assert model.memory_text() == ""
+        with LocalModel(device.home, RememberingBigramEngine, model.active, memory=False) as without:
+            assert written(model) == written(without) != with_memory
+    # A page about a model that is not in use still has its memory.
+    if gone != "removed":
+        with LocalModel(device.home, RememberingBigramEngine, model.active) as again:
+            again.keep_up()
+            assert again.memory is not None
+    assert folder.memory.exists() == (gone != "removed")
 
 
 @pytest.mark.parametrize("room", ["federation", "link/report.py", "link/client.py", "link/api.py"])

@@ -34,6 +34,7 @@ from permille_agent.state.choices import set_sharing
 from permille_agent.state.home import (
     Home,
     erase,
+    erase_folder,
     open_home,
     overwrite,
     overwrite_record,
@@ -42,7 +43,7 @@ from permille_agent.state.home import (
 )
 from permille_agent.state.models import referenced_models
 from permille_agent.training.outcome import TextSource
-from permille_agent.training.run import list_runs, named_run
+from permille_agent.training.run import RunFolder, list_runs, named_run
 
 PROMISE = (
     "The files were overwritten once and removed. Copies that the file system or the drive keeps (snapshots, "
@@ -117,17 +118,8 @@ def forget_run(home: Home, name: str) -> Erased:
             f"The run {name} is in use, or `rollback` returns to it. `forget` without --run erases "
             "everything."
         )
-    files = size_bytes = 0
     try:
-        # In reverse order, files and inner folders come before the folders that hold them.
-        for path in sorted(folder.rglob("*"), reverse=True):
-            if path.is_dir() and not path.is_symlink():
-                path.rmdir()
-            else:
-                size_bytes += erase(path)
-                files += 1
-        folder.rmdir()
-        fsync_folder(home.runs)
+        files, size_bytes = erase_folder(folder)
     except OSError as exc:
         raise OperatorError(f"Cannot erase the files in {folder}: {exc}") from exc
     return Erased(files=files, size_bytes=size_bytes, deletions_waiting=0)
@@ -136,18 +128,15 @@ def forget_run(home: Home, name: str) -> Erased:
 def forget_memories(home: Home, paths: Sequence[Path]) -> int:
     """Erase the memories that hold text of files or folders, and return their number.
 
-    The states of these models stay, and work without the memory. The caller holds the lock.
+    The states of these models stay, and work without the memory. If it cannot be read where a memory comes
+    from, it is erased, too. The caller holds the lock.
 
     Raises:
         OperatorError: a file cannot be erased.
     """
     gone, erased = [_absolute(path) for path in paths], 0
     for run in list_runs(home):
-        sources = [_absolute(path_of(path)) for path in (run.load("data", TextSource) or TextSource()).paths]
-        related = any(
-            one.is_relative_to(other) or other.is_relative_to(one) for one in sources for other in gone
-        )
-        if not related:
+        if not _may_hold(run, gone):
             continue
         had_memory = False
         # The page of a run and its samples show the memory's text. The memory goes last, so that it is
@@ -159,6 +148,16 @@ def forget_memories(home: Home, paths: Sequence[Path]) -> int:
                     had_memory |= file == run.memory
         erased += had_memory
     return erased
+
+
+def _may_hold(run: RunFolder, gone: Sequence[Path]) -> bool:
+    """Return whether a run may have learned text of files or folders."""
+    try:
+        known = run.load("data", TextSource) or TextSource()
+    except OperatorError:  # the file is damaged
+        return True
+    sources = [_absolute(path_of(path)) for path in known.paths]
+    return any(one.is_relative_to(other) or other.is_relative_to(one) for one in sources for other in gone)
 
 
 def _absolute(path: Path) -> Path:

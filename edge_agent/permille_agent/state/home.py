@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from permille.errors import OperatorError
-from permille.files import write_atomic
+from permille.files import fsync_folder, write_atomic
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -223,6 +223,21 @@ def erase(path: Path) -> int:
             size_bytes = overwrite(file)
     path.unlink()
     return size_bytes
+
+
+def erase_folder(folder: Path) -> tuple[int, int]:
+    """Erase a folder with all its files. Return the numbers of erased files and of overwritten bytes."""
+    files = size_bytes = 0
+    # In reverse order, files and inner folders come before the folders that hold them.
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            size_bytes += erase(path)
+            files += 1
+    folder.rmdir()
+    fsync_folder(folder.parent)
+    return files, size_bytes
 
 
 def overwrite(file: FileIO) -> int:

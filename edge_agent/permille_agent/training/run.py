@@ -35,7 +35,6 @@ times.
 import hashlib
 import math
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -59,7 +58,15 @@ from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import values
 from permille.zo.records import StepRecord
 from permille.zo.steps import rounded_step
-from permille_agent.state.home import Home, Record, encode_record, parse_record, read_record, write_record
+from permille_agent.state.home import (
+    Home,
+    Record,
+    encode_record,
+    erase_folder,
+    parse_record,
+    read_record,
+    write_record,
+)
 from permille_agent.text.preparation import Prepared
 from permille_agent.text.rows import TrainingBatches
 from permille_agent.training.engines import EXECUTORCH
@@ -209,11 +216,11 @@ class RunFolder:
             fsync_folder(self.path)
 
     def delete(self) -> None:
-        """Delete the run."""
+        """Erase the run, because its memory holds the user's text."""
         # The rename is atomic, so a kill leaves no incomplete run. After a kill, `prune_runs` deletes the
         # renamed folder.
         path = self.path.rename(self.path.with_name(f".deleted-{self.name}"))
-        shutil.rmtree(path)
+        erase_folder(path)
 
     def begun(self, descent: int) -> bool:
         """Return whether a descent has begun, so that it has a journal or moments."""
@@ -324,7 +331,7 @@ def prune_runs(home: Home, *, keep: set[str], newest: int = 5) -> list[str]:
     for run in deleted:
         run.delete()
     for path in home.runs.glob(".deleted-*"):  # left by a kill during `delete`
-        shutil.rmtree(path)
+        erase_folder(path)
     return [run.name for run in deleted]
 
 

@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,6 +106,25 @@ def test_an_export_is_like_the_gguf_file_of_the_model(
     exports = Exports(None)
     export(exports)
     assert exports == [(None, tmp_path / "model.gguf")]
+
+
+def test_nobody_else_can_read_the_file_while_it_is_copied(
+    export: Callable[[Exports], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another file system, a move is a copy of the bytes and then of the mode."""
+    modes: list[int] = []
+
+    def move(source: Path, target: Path) -> None:
+        modes.extend(stat.S_IMODE(path.stat().st_mode) for path in (source, target))
+        target.write_bytes(source.read_bytes())
+        modes.append(stat.S_IMODE(target.stat().st_mode))
+        shutil.copystat(source, target)
+        source.unlink()
+
+    monkeypatch.setattr(shutil, "move", move)
+    export(Exports(None))
+    assert modes == [0o600] * 3
+    assert stat.S_IMODE((tmp_path / "mine.gguf").stat().st_mode) == 0o600
 
 
 def test_a_file_that_cannot_be_moved_to_its_place_leaves_no_part(
