@@ -23,6 +23,7 @@ from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.lock import hold_lock
 from permille_agent.state.models import installed_release, require_active
+from permille_agent.text.notes import Passage, find_passages
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import AUTO, EngineChoice
 from permille_agent.training.options import RunContext, TrainOptions
@@ -183,10 +184,12 @@ class Personalizer:
         temperature: float = 0.0,
         base: bool = False,
         memory: bool = True,
+        notes: bool = True,
     ) -> str:
         """Answer the prompt if the model has a chat template. Otherwise, continue the prompt.
 
-        This uses the personal model if one was adopted, else the package's pooled state or its base.
+        This uses the personal model if one was adopted, else the package's pooled state or its base. A chat
+        model also reads passages of the text of `fit` that fit the prompt (see `passages`).
 
         Args:
             prompt: the message or the beginning of the text.
@@ -194,6 +197,7 @@ class Personalizer:
             temperature: the sampling temperature. 0 always takes the most likely token.
             base: use the base instead of the personal model.
             memory: use the memory of the personal model, if it has one.
+            notes: let a chat model read passages. The base beside a personal model reads none.
 
         Raises:
             InputError: the prompt is empty or too long, or a number is out of range.
@@ -201,11 +205,21 @@ class Personalizer:
         if max_tokens < 1:
             raise InputError(f"`max_tokens` must be at least 1, got {max_tokens}.")
         sampling = Sampling(max_new_tokens=max_tokens, temperature=temperature)
-        with LocalModel(self._home, self._engine, memory=memory) as model:
+        with LocalModel(self._home, self._engine, memory=memory, notes=notes) as model:
             variant = Variant.BASE if base else model.variants[0]
             if model.tokenizer.can_chat:
                 return "".join(model.reply([("user", prompt)], variant, sampling)[1])
             return "".join(model.complete(prompt, variant, sampling)[1])
+
+    def passages(self, question: str) -> tuple[Passage, ...]:
+        """Return the passages of the text of `fit` that fit a question, the best last.
+
+        For example, `personal.passages("What is my cat called?")[-1].text`.
+
+        Raises:
+            OperatorError: the index of the text is damaged.
+        """
+        return find_passages(self._home, question) if self._home.notes.exists() else ()
 
     def export(
         self, form: str, folder: str | Path, *, base: bool = False, like: str | Path | None = None

@@ -504,6 +504,8 @@ def _read_line() -> str | None:
 
 
 def _render_comparison(console: Console, result: "SideBySide") -> None:
+    from permille_agent.local.compare import first_token_words
+
     losses, pooled = result.losses, result.losses.pooled
     console.print(f"measured on: {losses.text}", highlight=False)
     table = Table()
@@ -524,6 +526,8 @@ def _render_comparison(console: Console, result: "SideBySide") -> None:
     console.print(f"loss on general text: {words}", highlight=False)
     if losses.parts is not None:
         console.print(f"state and memory: {losses.parts.words(general)}", markup=False, highlight=False)
+    if words := first_token_words(result.first_token_s):
+        console.print(f"time to the first token: {words}", highlight=False)
     if losses.improvement_on_pooled is not None:
         console.print(f"improvement on the pooled model: {losses.improvement_on_pooled}", highlight=False)
     for sample in result.samples:

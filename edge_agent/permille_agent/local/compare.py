@@ -1,7 +1,8 @@
 """Comparison of the base and the personal model: losses on held-out text, and samples."""
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -53,12 +54,13 @@ class ComparedLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """The comparison of the base with the personal model of a run."""
+    """The comparison of the base with the personal model of a run. See `first_token_seconds`."""
 
     run: str
     package: str
     losses: ComparedLosses
     samples: tuple[Sample, ...]
+    first_token_s: Mapping[Variant, float]
 
 
 def compare(
@@ -82,8 +84,15 @@ def compare(
     decision = folder.require("decision", Decision)
     losses = replace(losses, general=decision.general, parts=decision.parts)
     prompts = list(prompts) or test_prompts(folder, model) or ["The"]
+    seconds = first_token_seconds(model, prompts[0])
     samples = tuple(continue_prompt(model, prompt, sampling) for prompt in prompts)
-    return SideBySide(run=folder.name, package=model.active.package, losses=losses, samples=samples)
+    return SideBySide(
+        run=folder.name,
+        package=model.active.package,
+        losses=losses,
+        samples=samples,
+        first_token_s=seconds,
+    )
 
 
 def judged_losses(folder: RunFolder) -> ComparedLosses:
@@ -149,6 +158,33 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
 def compared(model: LocalModel) -> list[Variant]:
     """Return the variants that are compared: all, but the personal model only with its memory."""
     return [variant for variant in model.variants if variant is not Variant.PERSONAL_WITHOUT_MEMORY]
+
+
+def first_token_seconds(model: LocalModel, prompt: str) -> Mapping[Variant, float]:
+    """Return the seconds up to the first token after a prompt, without and with the memory.
+
+    Call this before the prompt is used, because a model reads only what is new. Without a memory, the result
+    is empty.
+    """
+    one = Sampling(max_new_tokens=1)
+
+    def seconds(variant: Variant) -> float:
+        begun = time.perf_counter()
+        model.write(prompt, variant, one)
+        return round(time.perf_counter() - begun, 3)
+
+    if model.memory is None:
+        return {}
+    seconds(Variant.BASE)  # reads the package from the disk
+    return {each: seconds(each) for each in (Variant.PERSONAL_WITHOUT_MEMORY, Variant.PERSONAL)}
+
+
+def first_token_words(seconds: Mapping[Variant, float]) -> str:
+    """Describe the result of `first_token_seconds`, or return an empty string without one."""
+    if not seconds:
+        return ""
+    without, with_memory = seconds[Variant.PERSONAL_WITHOUT_MEMORY], seconds[Variant.PERSONAL]
+    return f"{with_memory:.2f} s with the memory, {without:.2f} s without"
 
 
 def continue_prompt(model: LocalModel, prompt: str, sampling: Sampling) -> Sample:

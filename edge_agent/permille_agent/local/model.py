@@ -25,7 +25,7 @@ from permille.zo.lattice import values
 from permille_agent.local.conversations import Conversations
 from permille_agent.local.passages import ANSWER_TOKENS, NOTHING, Consulted, asks_about_notes, with_passages
 from permille_agent.state.home import Home, first_error
-from permille_agent.state.models import Active, opening, require_active
+from permille_agent.state.models import Active, active_model, opening, require_active
 from permille_agent.text.documents import Learn
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
 from permille_agent.training.personal import model_values, personal_memory, pooled_start
@@ -119,6 +119,7 @@ class LocalModel:
             InputError: the engine cannot use the memory.
             PackageError: the package, the run's state or its memory is damaged.
         """
+        self._home, self._in_use = home, active_model(home)
         self.active = active = active or require_active(home)
         self._notes_of = home if notes else None
         with opening(home, active.package):
@@ -148,6 +149,20 @@ class LocalModel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def keep_up(self) -> None:
+        """Drop the memory if its text was removed, or if the model was reset, since this object was opened.
+
+        Other processes do that while a server has the model open. The state stays until it is opened again.
+        """
+        if self.memory is None or self.active.run is None:
+            return
+        now = active_model(self._home)
+        reset = now != self._in_use and (now is None or now.run is None)
+        if reset or not RunFolder(self._home.runs / self.active.run).memory.exists():
+            self.memory, self._after = None, self.engine
+            # Texts that follow the memory have its keys and values, too.
+            self._conversations = Conversations(self.engine)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
@@ -238,13 +253,15 @@ class LocalModel:
     def _generate(
         self, prompt_ids: NDArray[np.int64], variant: Variant, sampling: Sampling
     ) -> tuple[Generated, Iterator[str]]:
+        # `keep_up` replaces the memory first, so in this order no new conversation has an old memory.
+        conversations, memory = self._conversations, self.memory
         generated = Generated(prompt_tokens=len(prompt_ids))
-        if variant is Variant.PERSONAL and self.memory is not None:
+        if variant is Variant.PERSONAL and memory is not None:
             begins = np.array(self.tokenizer.begins, np.int64)
             after = len(begins) if (prompt_ids[: len(begins)] == begins).all() else 0
-            prompt_ids = np.concatenate([self.memory.id_S, prompt_ids[after:]])
+            prompt_ids = np.concatenate([memory.id_S, prompt_ids[after:]])
         limit = min(sampling.max_new_tokens, self.positions - len(prompt_ids))
-        ids = self._conversations.generate(
+        ids = conversations.generate(
             variant,
             self.values(variant),
             prompt_ids,

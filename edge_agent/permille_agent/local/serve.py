@@ -215,6 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
                     f"The server is busy with {MAX_REQUESTS} requests. Try again.",
                 )
             try:
+                self.server.model.keep_up()
                 work(body)
             finally:
                 self.server.requests.release()

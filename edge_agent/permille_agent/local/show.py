@@ -11,7 +11,7 @@ training.
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,20 @@ from permille.errors import OperatorError, PackageError, PermilleError
 from permille.files import write_atomic
 from permille_agent.federation.membership import memberships
 from permille_agent.link.report import Delivery, read_report
-from permille_agent.local.compare import continue_prompt, test_prompts
-from permille_agent.local.model import LocalModel, Sampling
+from permille_agent.local.compare import (
+    continue_prompt,
+    first_token_seconds,
+    first_token_words,
+    test_prompts,
+)
+from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.state.home import Home, telling_disk
 from permille_agent.state.models import Active, active_model, read_manifest
 from permille_agent.training.answers import Sample
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import OpenEngine
 from permille_agent.training.evaluation import strength_words
+from permille_agent.training.memory import Part
 from permille_agent.training.outcome import RunOutcome, TextSource, outcome_words
 from permille_agent.training.run import BegunRun, LearnedText, RunFolder, list_runs, named_run
 
@@ -41,10 +47,14 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 60.0, 630.0, 20.0, 190.0  # edges of the curve in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Contents of a run's `samples.json`. `memory` is the text of the memory."""
+    """Contents of a run's `samples.json`. `memory` is the text of the memory.
+
+    `first_token_s` is the result of `first_token_seconds` on the first prompt.
+    """
 
     samples: tuple[Sample, ...]
     memory: str = ""
+    first_token_s: Mapping[Variant, float] = field(default_factory=dict)
 
 
 def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
@@ -81,6 +91,8 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         general=decision.general if decision else None,
         answers=decision.answers if decision else (),
         memory=_memory(folder, decision),
+        parts=_losses_of_parts(decision),
+        first_token=first_token_words(written.first_token_s) if written else "",
         strength=strength_words(decision.strength, decision.fault) if decision else "",
         curve=None if decision is None or by_parts else _curve(folder, decision),
         written=written,
@@ -108,6 +120,18 @@ def _memory(folder: RunFolder, decision: Decision | None) -> str:
     words = decision.parts.words(decision.general)
     gone = decision.adopted and decision.part.has_memory and not folder.memory.exists()
     return words + "; the memory was erased together with its text" * gone
+
+
+def _losses_of_parts(decision: Decision | None) -> list[tuple[str, str, bool]]:
+    """Return the name of each part, its loss, and whether it was chosen. Empty if nothing was measured."""
+    if decision is None or decision.parts is None:
+        return []
+    names = {Part.BASE: "base model", Part.BOTH: "state and memory"}
+    return [
+        (names.get(part, part.value), f"{loss:.4f}", part is decision.parts.chosen)
+        for part, loss in decision.parts.losses.items()
+        if loss is not None
+    ]
 
 
 def _of_what(home: Home, folder: RunFolder) -> str:
@@ -184,8 +208,9 @@ def _write_samples(home: Home, folder: RunFolder, engine_of: OpenEngine) -> Writ
     with LocalModel(home, engine_of, Active(package=package, run=folder.name)) as model:
         sampling = Sampling(max_new_tokens=TOKENS, temperature=TEMPERATURE, seed=0)
         prompts = test_prompts(folder, model) or ["The"]
+        seconds = first_token_seconds(model, prompts[0])
         samples = tuple(continue_prompt(model, prompt, sampling) for prompt in prompts)
-        return Written(samples=samples, memory=model.memory_text())
+        return Written(samples=samples, memory=model.memory_text(), first_token_s=seconds)
 
 
 def _parts(train: int, select: int, test: int) -> str:

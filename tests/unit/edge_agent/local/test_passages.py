@@ -279,6 +279,23 @@ def test_a_training_goes_on_without_an_index(home: Home, tmp_path: Path) -> None
     assert home.notes.read_bytes() == b"damaged"
 
 
+def test_python_answers_with_passages_and_names_them(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    personal, asked = Personalizer.load(home.root), []
+
+    def reply(model: LocalModel, messages: list[tuple[str, str]], *_: object) -> tuple[None, list[str]]:
+        asked.append((messages, model._notes_of is not None))
+        return None, ["Brumik"]
+
+    monkeypatch.setattr(LocalModel, "reply", reply)
+    assert personal.generate(QUESTION[1]) == "Brumik"
+    personal.generate(QUESTION[1], notes=False)
+    assert asked == [([QUESTION], True), ([QUESTION], False)]
+    assert [passage.text for passage in personal.passages(QUESTION[1])] == [FACT]
+    assert personal.passages("Who painted the Mona Lisa?") == ()
+    home.notes.unlink()
+    assert personal.passages(QUESTION[1]) == ()
+
+
 @pytest.mark.attack(29, "the index of the notes in a saved copy")
 def test_a_saved_copy_has_no_index(home: Home, tmp_path: Path) -> None:
     Personalizer.load(home.root).save(tmp_path / "copy")

@@ -81,6 +81,24 @@ def test_models_are_listed_the_active_one_first(server: LocalServer) -> None:
         assert _ask(server, "GET", path)[1] == answer
 
 
+def test_each_request_first_drops_a_memory_that_is_gone(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    complete = LocalModel.complete
+
+    def completed(*arguments: Any) -> Any:
+        calls.append("complete")
+        return complete(*arguments)
+
+    monkeypatch.setattr(LocalModel, "keep_up", lambda _: calls.append("keep up"))
+    monkeypatch.setattr(LocalModel, "complete", completed)
+    _ask(server, "POST", "/v1/completions", {"prompt": "On day 3"}, headers={"Authorization": "Bearer no"})
+    assert calls == []
+    _json(server, "/v1/completions", {"prompt": "On day 3", "max_tokens": 1})
+    assert calls == ["keep up", "complete"]
+
+
 def test_a_completion_has_the_fields_of_the_schema(server: LocalServer) -> None:
     body = {"prompt": "On day 3", "max_tokens": 5, "temperature": 0, "presence_penalty": 0.5}
 

@@ -20,7 +20,7 @@ from permille.training.strength import Strength
 from permille.trust.roles import Training
 from permille_agent.cli import main as cli
 from permille_agent.link.forget import forget, forget_memories
-from permille_agent.local.compare import compare, judged_losses
+from permille_agent.local.compare import compare, first_token_seconds, first_token_words, judged_losses
 from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.local.replies import variant_of
 from permille_agent.local.show import show_run
@@ -102,7 +102,14 @@ def test_the_best_of_state_memory_and_both_is_judged_and_used(device: Device) ->
         assert variant_of(model, "personal-no-memory:latest") is Variant.PERSONAL_WITHOUT_MEMORY
         side = compare(device.home, model, data_paths=[], prompts=["On"], sampling=Sampling())
         assert side.losses.parts == parts
+        assert list(side.first_token_s) == [Variant.PERSONAL_WITHOUT_MEMORY, Variant.PERSONAL]
+        assert " s with the memory, " in first_token_words(side.first_token_s)
+    page = show_run(device.home, None, RememberingBigramEngine).read_text()
+    assert all(f"<td>{loss:.4f}</td>" in page for loss in losses.values())
+    assert page.count("(chosen)") == 1
+    assert "Time to the first token of an answer on this device: " in page
     with LocalModel(device.home, RememberingBigramEngine, memory=False) as model:
+        assert first_token_seconds(model, "On") == {}
         assert model.variants == (Variant.PERSONAL, Variant.BASE)
         assert "".join(model.complete("On day 3", Variant.PERSONAL, Sampling(temperature=0.0))[1]) == without
 
