@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-without test-executorch chaos pressure attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands pictures docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-privacy bench-page bench-queue bench-service bench-estimators bench-exports bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-without test-executorch chaos pressure attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands pictures docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-curve bench-privacy bench-page bench-queue bench-service bench-estimators bench-exports bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
 
 help:  ## List the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -205,6 +205,9 @@ bench-people: $(VENV)/.native  ## Run the agent on the text of twenty people (ne
 
 bench-real: $(VENV)/.native smollm2  ## Measure gains and costs of a personal SmolLM2 (hours, resumable; needs PERMILLE_DATA)
 	$(BIN)/python -m permille_lab.real --threads 1
+
+bench-curve: $(VENV)/.native smollm2  ## Compare training with a prompt by the length of a text (hours, resumable; needs PERMILLE_DATA)
+	$(BIN)/python -m permille_lab.real.curve
 
 bench-zeroth-order: $(VENV)/.native smollm2  ## Compare zeroth-order methods at equal layer passes (hours, resumable; needs PERMILLE_DATA)
 	$(BIN)/python -m permille_lab.real.zeroth_order --plain

@@ -55,7 +55,7 @@ from permille_agent.text.rows import (
     packed_rows,
 )
 from permille_agent.text.tokens import TextTokenizer, TokenizedDocument, package_tokenizer
-from permille_agent.training.answers import base_answers, compare_answers
+from permille_agent.training.answers import BaseAnswers, base_answers, compare_answers
 from permille_agent.training.engines import ANY_ENGINE, EngineChoice
 from permille_agent.training.evaluation import (
     DocumentLosses,
@@ -63,6 +63,7 @@ from permille_agent.training.evaluation import (
     mean_loss,
 )
 from permille_agent.training.evidence import Comparison, compare_losses
+from permille_agent.training.memory import memory_tokens
 from permille_agent.training.options import RunContext, TrainOptions
 from permille_agent.training.outcome import RunOutcome
 from permille_agent.training.personal import model_values
@@ -74,6 +75,8 @@ from permille_agent.training.train import run_training
 
 __all__ = [
     "ANY_ENGINE",
+    "NEEDED_TOKENS",
+    "BaseAnswers",
     "Comparison",
     "DataReport",
     "Document",
@@ -109,6 +112,7 @@ __all__ = [
     "join_federation",
     "list_runs",
     "mean_loss",
+    "memory_tokens",
     "model_values",
     "open_home",
     "package_tokenizer",

@@ -97,6 +97,10 @@ class Study:
             test_words=frozenset(words for words, _ in test),
         )
 
+    def documents(self, user: User) -> list[TokenizedDocument]:
+        """Return a user's tokenized documents in their own order."""
+        return [tokens for tokens in map(self._tokens, user.documents) if tokens]
+
     def pooled(self, person: Person, others: Sequence[User]) -> Person:
         """Return the person with train text of other people, of the same number of tokens.
 

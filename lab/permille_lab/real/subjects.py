@@ -12,6 +12,7 @@ reference. The general text shows how much general knowledge a personal model ha
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from permille.training.reference import TEXT_ROWS, TEXT_TOKENS, Reference, make_
 from permille.training.strength import EIGHTHS, KEEP_GENERAL, Strength, choose_strength
 from permille.zo.estimators import Batch
 from permille_agent.embed import (
+    BaseAnswers,
     TokenizedDocument,
     TrainOptions,
     base_answers,
@@ -51,7 +53,7 @@ _GENERAL_TOKENS, _GENERAL_ROW = 2560, 256
 _REFERENCE_SEED = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Subject:
     """A package and what its training needs.
 
@@ -67,8 +69,8 @@ class Subject:
 
     def strength(self, values_K: NDArray[np.float32]) -> Strength:
         """Return the strength of a state, as the agent chooses it with its default bound."""
-        engine, tokenizer, base_K = self.study.engine, self.study.tokenizer, self.study.package.values()
-        base, answers = self.reference.loss(engine, base_K), base_answers(engine, base_K, tokenizer)
+        engine, tokenizer = self.study.engine, self.study.tokenizer
+        base, answers = self._base
 
         def rise_of(eighths: int) -> float:
             return self.reference.loss(engine, self.at(values_K, eighths)) - base
@@ -77,6 +79,12 @@ class Subject:
             return compare_answers(engine, self.at(values_K, eighths), tokenizer, answers)[1]
 
         return choose_strength(rise_of, KEEP_GENERAL, fault_at)
+
+    @cached_property
+    def _base(self) -> tuple[float, BaseAnswers]:
+        """Loss of the base on the reference, and its right answers."""
+        engine, base_K = self.study.engine, self.study.package.values()
+        return self.reference.loss(engine, base_K), base_answers(engine, base_K, self.study.tokenizer)
 
     def at(self, values_K: NDArray[np.float32], eighths: int) -> NDArray[np.float32]:
         """Return the sparse values at a strength in eighths. At 0 they are those of the base."""
@@ -149,9 +157,14 @@ def _documents(tokenizer: FileTokenizer, texts: Sequence[str]) -> list[Tokenized
     return found
 
 
-def nats_of(engine: Engine, values_K: NDArray[np.float32], documents: Sequence[TokenizedDocument]) -> float:
-    """Return the mean loss of the documents' targets, in nats per token."""
-    found = document_losses(engine, values_K, document_rows(documents, LONGEST), len(documents))
+def nats_of(
+    engine: Engine,
+    values_K: NDArray[np.float32],
+    documents: Sequence[TokenizedDocument],
+    row_tokens: int = LONGEST,
+) -> float:
+    """Return the mean loss of the documents' targets in rows of `row_tokens`, in nats per token."""
+    found = document_losses(engine, values_K, document_rows(documents, row_tokens), len(documents))
     return float(found.nats_D.sum() / found.tokens_D.sum())
 
 
