@@ -1,5 +1,6 @@
-# Two images: the API, without torch, and the worker. The agent is installed from the wheel on the device itself.
+# Three images: the API and the agent, without torch, and the worker.
 #   docker build --target api -t permille-api .
+#   docker build --target agent -t permille-agent .
 #   docker build --target worker --build-arg TORCH_INDEX=<address of PyTorch's CPU wheels> -t permille-worker .
 # Without TORCH_INDEX the worker gets the default build of torch with the libraries of CUDA.
 # To pin the base image by its digest: --build-arg BASE=python:3.11-slim@sha256:...
@@ -8,6 +9,7 @@
 #     up --no-worker --data-dir /var/lib/permille --host 0.0.0.0 --allow-host models.example.org \
 #     --tls-certificate /run/tls/cert.pem --tls-key /run/tls/key.pem
 #   docker run -v permille:/var/lib/permille permille-worker
+#   docker run -v device:/var/lib/permille -v ~/notes:/notes:ro permille-agent train /notes
 ARG BASE=python:3.11-slim
 FROM ${BASE} AS wheel
 WORKDIR /src
@@ -31,6 +33,11 @@ RUN python -m venv /opt/permille \
  && /opt/permille/bin/pip install --no-cache-dir --no-deps --require-hashes --only-binary :all: -r requirements/api.txt \
  && /opt/permille/bin/pip install --no-cache-dir --no-deps --no-index /wheel/*.whl
 
+FROM wheel AS agent-environment
+RUN python -m venv /opt/permille \
+ && /opt/permille/bin/pip install --no-cache-dir --no-deps --require-hashes --only-binary :all: -r requirements/agent.txt \
+ && /opt/permille/bin/pip install --no-cache-dir --no-deps --no-index /wheel/*.whl
+
 FROM wheel AS worker-environment
 ARG TORCH_INDEX=
 RUN python -m venv /opt/permille \
@@ -49,6 +56,11 @@ VOLUME /var/lib/permille
 FROM base AS worker
 COPY --from=worker-environment /opt/permille /opt/permille
 ENTRYPOINT ["python", "-P", "-m", "permille_workers"]
+
+FROM base AS agent
+COPY --from=agent-environment /opt/permille /opt/permille
+ENV PERMILLE_AGENT_HOME=/var/lib/permille
+ENTRYPOINT ["permille-agent"]
 
 FROM base AS api
 COPY --from=api-environment /opt/permille /opt/permille

@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom test-slow test-without test-executorch chaos pressure attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands pictures docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-curve bench-privacy bench-page bench-queue bench-service bench-estimators bench-exports bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom release test-slow test-without test-executorch chaos pressure attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands pictures docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-curve bench-privacy bench-page bench-queue bench-service bench-estimators bench-exports bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
 
 help:  ## List the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -78,6 +78,13 @@ sbom: $(VENV)/.installed  ## Write lists of all components (CycloneDX) to build/
 	@for name in agent api worker cuda; do $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --output-file build/sbom/$$name.cdx.json requirements/$$name.txt || exit 1; done
 	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file build/sbom/environment.cdx.json $(BIN)/python
 	@ls build/sbom
+
+# The kernels' tests for Arm run with the library of the wheel.
+release: $(VENV)/.native sbom  ## Build sdist, wheels, lists of components, notes and checksums in dist (KEY=FILE: an SSH key signs them; needs Debian)
+	@bash scripts/neon-packages.sh
+	$(BIN)/python -m scripts.release $(if $(KEY),--key $(KEY))
+	@rm -rf build/aarch64 && $(BIN)/python -m zipfile -e dist/*aarch64.whl build/aarch64
+	PERMILLE_TEST_NEON=build/aarch64/permille/native/_kernels.so OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/native -k neon
 
 test-slow: $(VENV)/.native system-packages smollm2  ## Run the tests that nobody waits for: attacks, whole flows, kills, fuzz (20 minutes)
 	$(TEST_FILES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m slow

@@ -1,8 +1,12 @@
 """Compile the native kernels during the build of a wheel or an editable installation.
 
 Without a C compiler, the build still succeeds. The wheel is then pure Python and computes with numpy.
+
+A release (`scripts/release.py`) sets `PERMILLE_WHEEL` to `any`, for a pure wheel, or to a machine, such as
+`aarch64`, for a wheel with kernels that `CC` compiles for it.
 """
 
+import os
 import runpy
 import sysconfig
 import tempfile
@@ -20,8 +24,11 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         text = Path(self.root) / "examples" / "corpus.jsonl.gz"
         if version != "editable" and text.exists():  # for `permille personalise`; container images lack it
             build_data["force_include"][str(text)] = f"permille/corpora/{text.name}"
-        room = Path(self.root) / "permille" / "native"
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        released = os.environ.get("PERMILLE_WHEEL")
+        if released == "any":
+            return
+        room = Path(self.root) / "permille" / "native"
         build = runpy.run_path(str(room / "build.py"))
         name = build["LIBRARY_NAME"]
         if version == "editable":
@@ -30,12 +37,16 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self._folder = tempfile.TemporaryDirectory(prefix="permille-wheel-")
             library = Path(self._folder.name) / name
         try:
-            targets = build["build"](library)
+            targets = build["build"](library, machine=released)
         except build["BuildError"] as exc:
+            if released:
+                raise
             self.app.display_warning(f"permille: no native kernels, numpy does their work: {exc}")
             return
         self.app.display_info(f"permille: native kernels for {' '.join(targets)}")
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        # The kernels need no function of glibc that is newer than 2.17. `auditwheel` checks it for a release.
+        platform = f"manylinux_2_17_{released}" if released else sysconfig.get_platform()
+        platform = platform.replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
         if version != "editable":

@@ -1,14 +1,17 @@
 """Fixtures of the native kernels' paths: numpy, each compiled path of this machine, and emulated NEON."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from permille.native import library
 from tests.unit.native.emulated import EmulatedNeon
 
-# `make test-neon` sets the variable. `make test` should not need a cross compiler and an emulator.
-NEON = ["emulated-neon"] if os.environ.get("PERMILLE_TEST_NEON") else []
+# `make test-neon` sets the variable to `1`, or to the library of a wheel. `make test` should not need a cross
+# compiler and an emulator.
+TESTED = os.environ.get("PERMILLE_TEST_NEON")
+NEON = ["emulated-neon"] if TESTED else []
 COMPILED = [*library.paths(), *NEON]
 
 
@@ -23,7 +26,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def neon(tmp_path_factory: pytest.TempPathFactory) -> EmulatedNeon:
     """Return the emulated NEON path, compiled once per session."""
-    return EmulatedNeon(tmp_path_factory.mktemp("neon"))
+    built = None if TESTED in (None, "1") else Path(TESTED)
+    return EmulatedNeon(tmp_path_factory.mktemp("neon"), built)
 
 
 def _use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:

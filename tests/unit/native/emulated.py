@@ -1,4 +1,4 @@
-"""The NEON path on other machines: it is cross-compiled, and an emulator runs each call.
+"""The NEON path on other machines: a library for Arm, of which an emulator runs each call.
 
 The arguments of a call are written to a file. `neon_driver.c` calls the kernel and writes all arrays back.
 """
@@ -12,39 +12,30 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.native.build import SOURCES
+from permille.native.build import LIBRARY_NAME, build
 from permille.native.library import Argument, Held, Library
 
 COMPILER = "aarch64-linux-gnu-gcc"
-EMULATOR = "qemu-aarch64-static"
-_FLAGS = (
-    "-std=gnu11",
-    "-O3",
-    "-static",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-Wall",
-    "-Wextra",
-    "-DTARGET=neon",
-    "-DPATH_NEON",
-)
+EMULATOR = ("qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu")
 
 
 class EmulatedNeon(Library):
     """A library that runs each call in an emulator. A call takes some 20 ms."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, built: Path | None = None) -> None:
+        """Use the library `built`, for example that of a wheel. None compiles the sources."""
         self.path = "neon"
         self._folder = folder
         self._program = folder / "driver"
         self._one_at_a_time = threading.Lock()
-        missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
+        missing = [name for name in (COMPILER, EMULATOR[0]) if shutil.which(name) is None]
         if missing:
             raise RuntimeError(f"expected {missing} on PATH: see `make test-neon`")
+        self._library = built or folder / LIBRARY_NAME
+        if built is None:
+            build(self._library, compiler=COMPILER, machine="aarch64")
         driver = Path(__file__).with_name("neon_driver.c")
-        sources = [str(SOURCES / "kernels.c"), str(driver)]
-        include = f"-I{SOURCES}"
-        subprocess.run([COMPILER, *_FLAGS, include, *sources, "-o", self._program], check=True)
+        subprocess.run([COMPILER, "-Wall", "-Wextra", driver, "-o", self._program], check=True)
 
     def call(self, name: str, *arguments: Argument) -> int:
         """Run a kernel, and copy its arrays back."""
@@ -52,7 +43,7 @@ class EmulatedNeon(Library):
         request, answer = self._folder / "request", self._folder / "answer"
         with self._one_at_a_time:
             request.write_bytes(_encode(name, plain))
-            subprocess.run([EMULATOR, self._program, request, answer], check=True)
+            subprocess.run([*EMULATOR, self._program, self._library, request, answer], check=True)
             data = answer.read_bytes()
         offset = 8
         for argument in plain:

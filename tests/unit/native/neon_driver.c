@@ -1,39 +1,27 @@
-/* Read one call from a file, run the kernel, and write its result and all arrays back (see emulated.py). */
+/* Read one call from a file, run the kernel of a library, and write its result and all arrays back (see emulated.py).
+ * Arguments: library, request, answer. */
+#include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-typedef int64_t (*Kernel)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                          int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
-
-#define KERNELS(X)                                                                                             \
-    X(dequantize) X(set_values) X(widen_bf16) X(widen_f16) X(sparse_product) X(packed_product) X(token_product) \
-    X(direction)    X(add_scaled_int8) X(add_scaled_int32) X(perturbed_int8) X(perturbed_int32) X(perturbed_pairs_int8)        \
-    X(perturbed_pairs_int32) X(bit_sums) X(groups) X(group_sums) X(quantize_tokens) X(int8_panels)             \
-    X(int8_product)
-
-#define DECLARE(name) int64_t name##_neon(void);
-KERNELS(DECLARE)
-
-#define ENTRY(name) {#name, (Kernel)(void *)name##_neon},
-static const struct {
-    const char *name;
-    Kernel kernel;
-} TABLE[] = {KERNELS(ENTRY)};
+typedef int64_t I;
+typedef I (*Kernel)(I, I, I, I, I, I, I, I, I, I, I, I, I, I, I, I, I, I, I, I);
+enum { MOST = 20 };
 
 static void take(void *target, size_t size, FILE *file) {
     if (fread(target, 1, size, file) != size) exit(3);
 }
 
 int main(int argc, char **argv) {
-    char name[32];
-    int64_t count, values[16] = {0}, sizes[16] = {0};
-    FILE *request = argc == 3 ? fopen(argv[1], "rb") : NULL;
+    char name[40] = {0};
+    int64_t count, values[MOST] = {0}, sizes[MOST] = {0};
+    FILE *request = argc == 4 ? fopen(argv[2], "rb") : NULL;
     if (!request) return 2;
-    take(name, sizeof name, request);
+    take(name, 32, request);
     take(&count, sizeof count, request);
-    if (count > 16) return 2;
+    if (count > MOST) return 2;
     for (int64_t i = 0; i < count; i++) {
         int64_t is_array, value;
         take(&is_array, sizeof is_array, request);
@@ -46,15 +34,15 @@ int main(int argc, char **argv) {
         take(data, (size_t)value, request);
         values[i] = (int64_t)(intptr_t)data;
     }
-    Kernel kernel = NULL;
-    for (size_t i = 0; i < sizeof TABLE / sizeof *TABLE; i++)
-        if (!strcmp(TABLE[i].name, name)) kernel = TABLE[i].kernel;
+    strcat(name, "_neon");
+    void *library = dlopen(argv[1], RTLD_NOW);
+    Kernel kernel = library ? (Kernel)dlsym(library, name) : NULL;
     if (!kernel) return 5;
     /* Kernels have fewer parameters. On AArch64, a callee ignores further arguments. */
     const int64_t *v = values;
-    const int64_t result = kernel(v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11],
-                                  v[12], v[13], v[14], v[15]);
-    FILE *answer = fopen(argv[2], "wb");
+    const int64_t result = kernel(v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12],
+                                  v[13], v[14], v[15], v[16], v[17], v[18], v[19]);
+    FILE *answer = fopen(argv[3], "wb");
     if (!answer) return 6;
     fwrite(&result, sizeof result, 1, answer);
     for (int64_t i = 0; i < count; i++)

@@ -1,0 +1,83 @@
+"""Tests of the files that `make release` builds, and of the workflow that publishes them."""
+
+import hashlib
+import platform
+import re
+import shutil
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from permille.native.build import LIBRARY_NAME
+from permille.version import __version__
+from scripts import release
+
+ROOT = release.ROOT
+KERNELS = f"permille/native/{LIBRARY_NAME}"
+
+
+def test_notes_are_the_newest_section_of_the_changelog() -> None:
+    assert release.notes("# Changelog\n\n## 0.2 (day)\n\n### Added\n\n- A.\n\n## 0.1\n\n- B.\n") == (
+        "### Added\n\n- A.\n"
+    )
+    assert release.notes((ROOT / "CHANGELOG.md").read_text()).startswith("There is no release yet.")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_release_is_the_same_twice_and_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `make release` builds, and tests, the wheel for Arm with a compiler that `make test` does not need.
+    machine = platform.machine()
+    monkeypatch.setattr(release, "COMPILERS", {"any": "", machine: "gcc"})
+    for name in release.SBOMS:
+        (tmp_path / f"{name}.cdx.json").write_text("{}")
+    for folder in (first := tmp_path / "first", second := tmp_path / "second"):
+        folder.mkdir()
+        release.release(folder, tmp_path)
+    sums = (first / "SHA256SUMS").read_text()
+    assert sums == (second / "SHA256SUMS").read_text()
+    listed = {name: digest for digest, name in (line.split() for line in sums.splitlines())}
+    assert listed == {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in first.iterdir()
+        if file.name != "SHA256SUMS"
+    }
+    start = f"permille-{__version__}"
+    native, pure = f"{start}-py3-none-manylinux_2_17_{machine}.whl", f"{start}-py3-none-any.whl"
+    lists = {f"{name}.cdx.json" for name in release.SBOMS}
+    assert listed.keys() == {f"{start}.tar.gz", native, pure, "NOTES.md", *lists}
+    assert KERNELS in zipfile.ZipFile(first / native).namelist()
+    assert KERNELS not in zipfile.ZipFile(first / pure).namelist()
+    with tarfile.open(first / f"{start}.tar.gz") as archive:
+        assert {f"{start}/{name}" for name in ("hatch_build.py", "permille/FORMAT.md")} <= {
+            *archive.getnames()
+        }
+
+    # The kernels need glibc 2.17, so they do not run on a system that promises less.
+    older = tmp_path / native.replace("2_17", "2_12")
+    shutil.copyfile(first / native, older)
+    with pytest.raises(SystemExit, match=f"needs the platform manylinux_2_17_{machine}"):
+        release.check_platform(older)
+
+
+@pytest.mark.slow
+def test_a_wheel_of_a_release_needs_its_compiler(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        release.build("wheel", ROOT, tmp_path, PERMILLE_WHEEL="aarch64", CC="no-such-compiler")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_workflow_publishes_without_a_password_and_builds_every_image() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    jobs = workflow["jobs"]
+    assert workflow["permissions"] == {}
+    assert jobs["index"]["permissions"] == {"id-token": "write"}
+    (publish,) = (step for step in jobs["index"]["steps"] if "pypi-publish" in step.get("uses", ""))
+    assert publish["with"].keys() == {"packages-dir"}
+    targets = re.findall(r"^FROM base AS (\w+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert sorted(jobs["images"]["strategy"]["matrix"]["target"]) == sorted(targets)
+    assert "make release" in [step.get("run") for step in jobs["build"]["steps"]]
