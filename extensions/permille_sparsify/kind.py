@@ -3,7 +3,7 @@
 from typing import Final
 
 from permille.schemas.jobs import JobKind
-from permille.schemas.work import CORPUS, MODEL, View, WorkKind
+from permille.schemas.work import View, WorkKind
 from permille_sparsify.schemas import Sparsification, SparsificationCreate
 
 KIND: Final = WorkKind(
@@ -14,23 +14,6 @@ KIND: Final = WorkKind(
     about="Make models sparse, and see what that costs.",
     starts="Set weights of a model to zero, and register the result as a model.",
     shows="Show what a sparsification costs: zeros and error by layer, perplexity before and after.",
-    examples={
-        "half of the weights": {"model_id": MODEL, "corpus_id": CORPUS, "name": "half"},
-        "two of four weights, with the others adjusted": {
-            "model_id": MODEL,
-            "corpus_id": CORPUS,
-            "name": "two-of-four",
-            "method": "sparsegpt",
-            "pattern": "2:4",
-        },
-        "60 % of the weights, then fine-tuning with LoRA": {
-            "model_id": MODEL,
-            "corpus_id": CORPUS,
-            "name": "tuned",
-            "rate": 0.6,
-            "recovery": {"steps": 400},
-        },
-    },
     view=View(
         columns=("id", "request.name", "request.method", "model_id", "created_at"),
         example="--model tiny --corpus stories --name tiny-half --rate 0.5",

@@ -1,10 +1,19 @@
 """Sparsifications: models with weights set to zero, registered as models of their own."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from permille.schemas.fields import Closed, Id, Name, Seed, WholeNumber
+from permille.schemas.fields import (
+    EXAMPLE_CORPUS,
+    EXAMPLE_MODEL,
+    Closed,
+    Examples,
+    Id,
+    Name,
+    Seed,
+    WholeNumber,
+)
 from permille.schemas.jobs import Result
 from permille_sparsify.plan import Pattern, PruningMethod, PruningPlan, RecoveryPlan
 
@@ -104,6 +113,24 @@ class Recovery(Closed):
 
 class SparsificationCreate(Closed):
     """Set weights of a model to zero, and register the result as a model."""
+
+    examples: ClassVar[Examples] = {
+        "half of the weights": {"model_id": EXAMPLE_MODEL, "corpus_id": EXAMPLE_CORPUS, "name": "half"},
+        "two of four weights, with the others adjusted": {
+            "model_id": EXAMPLE_MODEL,
+            "corpus_id": EXAMPLE_CORPUS,
+            "name": "two-of-four",
+            "method": "sparsegpt",
+            "pattern": "2:4",
+        },
+        "60 % of the weights, then fine-tuning with LoRA": {
+            "model_id": EXAMPLE_MODEL,
+            "corpus_id": EXAMPLE_CORPUS,
+            "name": "tuned",
+            "rate": 0.6,
+            "recovery": {"steps": 400},
+        },
+    }
 
     model_id: Id = Field(description="model to make sparse")
     corpus_id: Id = Field(description="corpus whose activations decide which weights to remove")

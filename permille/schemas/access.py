@@ -3,11 +3,21 @@
 import hashlib
 import json
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from permille.schemas.fields import Closed, Count, Digest, Id, Name, Positive, Timestamp, WholeNumber
+from permille.schemas.fields import (
+    Closed,
+    Count,
+    Digest,
+    Examples,
+    Id,
+    Name,
+    Positive,
+    Timestamp,
+    WholeNumber,
+)
 
 # The chain of a tenant's audit log begins with this digest.
 FIRST_DIGEST = "sha256:" + "0" * 64
@@ -30,6 +40,8 @@ class Role(StrEnum):
 class TenantCreate(Closed):
     """A new tenant."""
 
+    examples: ClassVar[Examples] = {"a tenant": {"name": "acme"}}
+
     name: Name = Field(examples=["acme"])
 
 
@@ -45,6 +57,11 @@ class TokenCreate(Closed):
     """A new operator token, in the caller's tenant. An admin of the first tenant may name another
     tenant.
     """
+
+    examples: ClassVar[Examples] = {
+        "read everything, without an end": {"name": "dashboard"},
+        "make and publish packages for 90 days": {"name": "ci", "role": "operator", "expires_in_days": 90},
+    }
 
     # People tell tokens apart by their names, since the secrets are never shown again.
     name: Name = Field(examples=["ci"], description="name of the token in lists")
@@ -118,6 +135,11 @@ _Days = Annotated[int, Field(strict=True, ge=1, le=36_500), WholeNumber]
 
 class RetentionRule(Closed):
     """A retention rule: the days until objects of each kind are deleted. Null keeps them."""
+
+    examples: ClassVar[Examples] = {
+        "unused results and shared logs for 90 days": {"result_days": 90, "keep_newest": 5, "log_days": 90},
+        "everything for ever": {},
+    }
 
     result_days: _Days | None = Field(
         default=None, description="days after which unused packages, quantizations and masks are deleted"

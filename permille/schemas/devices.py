@@ -2,11 +2,21 @@
 
 from datetime import date
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 from pydantic import Field, StringConstraints
 
-from permille.schemas.fields import TEXT_PATTERN, Closed, Count, Id, Name, Timestamp, WholeNumber
+from permille.schemas.fields import (
+    EXAMPLE_ULID,
+    TEXT_PATTERN,
+    Closed,
+    Count,
+    Examples,
+    Id,
+    Name,
+    Timestamp,
+    WholeNumber,
+)
 from permille.schemas.releases import VersionResults
 
 # Every signed message begins with the context of its purpose, so that its signature is worthless for any
@@ -80,6 +90,10 @@ class DeviceState(StrEnum):
 class InvitationCreate(Closed):
     """An invitation for one device, which will follow one release."""
 
+    examples: ClassVar[Examples] = {
+        "a device that follows an alias": {"release": "tiny-llama", "alias": "stable"}
+    }
+
     release: Name = Field(examples=["tiny-llama"])
     alias: Name = Field(default="stable", examples=["stable"])
 
@@ -120,6 +134,16 @@ class EnrolmentCreate(Closed):
     the key.
     """
 
+    examples: ClassVar[Examples] = {
+        "a laptop": {
+            "invitation": "q83vASNFZ4mrze8BI0VniQ.0123456789abcdef0123456789abcdef",
+            "public_key": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo",
+            "name": "kitchen-laptop",
+            "agent_version": "0.1.0",
+            "signature": "A" * 86,
+        }
+    }
+
     invitation: InvitationCode
     public_key: PublicKey
     name: DeviceName
@@ -145,6 +169,8 @@ class Enrolment(Closed):
 class NonceCreate(Closed):
     """A device's request for a nonce."""
 
+    examples: ClassVar[Examples] = {"a device": {"device_id": f"dev_{EXAMPLE_ULID}"}}
+
     device_id: Id
 
 
@@ -157,6 +183,14 @@ class DeviceNonce(Closed):
 
 class DeviceTokenCreate(Closed):
     """A signed nonce: Ed25519 over `token_message(device_id, nonce)`."""
+
+    examples: ClassVar[Examples] = {
+        "a signed nonce": {
+            "device_id": f"dev_{EXAMPLE_ULID}",
+            "nonce": "q83vASNFZ4mrze8BI0VniQ",
+            "signature": "A" * 86,
+        }
+    }
 
     device_id: Id
     nonce: Nonce

@@ -4,7 +4,7 @@ The models below are JSON. Contributions and published rounds are binary: FORMAT
 """
 
 from enum import StrEnum
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,7 @@ from permille.schemas.fields import (
     Closed,
     Count,
     Digest,
+    Examples,
     Finite,
     Id,
     Name,
@@ -24,6 +25,17 @@ from permille.schemas.fields import (
 from permille.schemas.releases import Version
 
 CONTRIBUTION_MEDIA_TYPE: Final = "application/vnd.permille.contribution"
+_CONTRIBUTION: Final = {
+    "one step of three integers, in base64": (
+        "UE1MQ1RCMQoBI0VniavN7wEjRWeJq83vASNFZ4mrze8BI0VniavN7wEAAAABAQABI0VniavN7wEjRWeJq83vASNFZ4mrze8B"
+        "I0VniavN7wUAAAAGAwrIAYHpwvYIUBkLrxIBSMMwqdbbTE2LXHSVdlUYa6H1THRxQtMcO1t6Ud88CM/ufOlqbCUsI3Cm5747"
+        "YC5mpAeltw0="
+    )
+}
+CONTRIBUTION_EXAMPLES: Final = {
+    CONTRIBUTION_MEDIA_TYPE: _CONTRIBUTION,
+    "application/octet-stream": _CONTRIBUTION,
+}
 CATCH_UP_MEDIA_TYPE: Final = "application/vnd.permille.catch-up"
 ROUND_MEDIA_TYPE: Final = "application/vnd.permille.round"
 DEFINITION_MEDIA_TYPE: Final = "application/vnd.permille.federation+json"
@@ -224,6 +236,26 @@ class FederationCreate(Closed):
         minimum=30))
     """
 
+    examples: ClassVar[Examples] = {
+        "50 rounds of at least 30 devices": {
+            "name": "readers",
+            "release": "tiny-llama",
+            "schedule": {"rounds": 50, "minimum": 30},
+        },
+        "the median of all devices": {
+            "name": "writers",
+            "release": "tiny-llama",
+            "aggregation": {"rule": "trimmed", "trim_percent": 50},
+        },
+        "noise in every sum": {
+            "name": "doctors",
+            "release": "tiny-llama",
+            "schedule": {"target": 1000, "minimum": 500},
+            "aggregation": {"clip": 1000},
+            "privacy": {"dp_epsilon": 8.0, "participations": 20},
+        },
+    }
+
     name: Name = Field(description="name of the federation")
     release: Name = Field(description="release whose devices may join")
     version: Version | None = Field(default=None, description="version of the release (default: the newest)")
@@ -360,6 +392,11 @@ class ContributionReceipt(Closed):
 
 class AdoptionCreate(Closed):
     """Let the devices that are members begin with the federation's state after `round` rounds."""
+
+    examples: ClassVar[Examples] = {
+        "the newest state whose gain is sure": {},
+        "a state whose gain is not sure": {"round": 12, "reason": "a trial with few devices"},
+    }
 
     round: Count | None = Field(
         default=None,

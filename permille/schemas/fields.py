@@ -4,14 +4,17 @@ Integers are at most 2^53 - 1. Texts contain no control or format characters, an
 record accepts an unknown field. Numbers are strict: `"5"` is not 5.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Generic, TypeVar, get_args
 
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from permille.choices import LEAST_DENSITY, MOST_DENSITY
 
 Item = TypeVar("Item")
+Examples = Mapping[str, Mapping[str, object]]
+"""Example bodies of a request, by what they ask for."""
 
 # JSON readers disagree about larger integers (RFC 8259, section 6).
 MAX_INTEGER = 2**53 - 1
@@ -34,6 +37,10 @@ _FORMAT_CHARACTERS = (
 )
 TEXT_PATTERN = rf"^[^\x00-\x1f\x7f-\x9f{_FORMAT_CHARACTERS}]+$"
 EXAMPLE_ULID: Final = "01jd3kq8z7m4n5p6r7s8t9v0wx"
+EXAMPLE_DIGEST: Final = "sha256:" + "0123456789abcdef" * 4
+# Ids of the examples in the OpenAPI document. No row has them.
+EXAMPLE_MODEL: Final = f"model_{EXAMPLE_ULID}"
+EXAMPLE_CORPUS: Final = f"corpus_{EXAMPLE_ULID}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +57,7 @@ def _whole(value: object) -> object:
 
 WholeNumber = BeforeValidator(_whole)
 
-Digest = Annotated[
-    str, StringConstraints(pattern=DIGEST_PATTERN), Field(examples=["sha256:" + "0123456789abcdef" * 4])
-]
+Digest = Annotated[str, StringConstraints(pattern=DIGEST_PATTERN), Field(examples=[EXAMPLE_DIGEST])]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN), Field(examples=["tiny-llama"])]
 Id = Annotated[str, StringConstraints(pattern=ID_PATTERN), Field(examples=["job_01jd3kq8z7m4n5p6r7s8t9v0wx"])]
 Count = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER, examples=[1]), WholeNumber]
@@ -77,6 +82,9 @@ Timestamp = AwareDatetime
 class Closed(BaseModel):
     """An immutable record that refuses unknown fields.
 
+    Attributes:
+        examples: examples of a request, for the OpenAPI document. Records that no route takes have none.
+
     Example:
         >>> Health(status="ok", version="0.1.0").model_dump()
         {'status': 'ok', 'version': '0.1.0'}
@@ -84,6 +92,14 @@ class Closed(BaseModel):
 
     # JSON has neither NaN nor infinity, so a record with one of them is refused.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="null")
+    examples: ClassVar[Examples] = {}
+
+
+def examples_of(request: Any) -> Examples:
+    """Return the examples of a request, which is a record or a union of records."""
+    if isinstance(request, type):
+        return request.examples if issubclass(request, Closed) else {}
+    return {name: body for part in get_args(request) for name, body in examples_of(part).items()}
 
 
 class Page(Closed, Generic[Item]):

@@ -4,12 +4,12 @@ A model is a folder or a GGUF file below the configured root, or a hub repositor
 commit.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
 from permille.choices import StreamedDataset
-from permille.schemas.fields import PATH_PATTERN, Closed, Count, Id, Name, Timestamp
+from permille.schemas.fields import PATH_PATTERN, Closed, Count, Examples, Id, Name, Timestamp
 
 RelativePath = Annotated[
     str,
@@ -74,6 +74,19 @@ ModelSource = Annotated[FolderModel | HubModel | GgufModel, Field(discriminator=
 class ModelCreate(Closed):
     """Register a base model."""
 
+    examples: ClassVar[Examples] = {
+        "a folder": {"name": "tiny", "source": {"kind": "folder", "path": "stories260K"}},
+        "a GGUF file": {"name": "tiny", "source": {"kind": "gguf", "path": "stories260K.gguf"}},
+        "a hub repository at a commit": {
+            "name": "tiny-llama",
+            "source": {
+                "kind": "hub",
+                "repository": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+                "commit": "0123456789abcdef0123456789abcdef01234567",
+            },
+        },
+    }
+
     name: Name
     source: ModelSource
 
@@ -114,6 +127,11 @@ CorpusSource = Annotated[StreamedCorpus | FileCorpus, Field(discriminator="kind"
 
 class CorpusCreate(Closed):
     """Register a corpus."""
+
+    examples: ClassVar[Examples] = {
+        "C4, streamed by the workers": {"name": "c4", "source": {"kind": "streamed", "dataset": "c4"}},
+        "a file": {"name": "stories", "source": {"kind": "file", "path": "stories.jsonl"}},
+    }
 
     name: Name = Field(examples=["c4"])
     source: CorpusSource

@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError, create_model
 from permille.errors import InputError
 from permille.extensions import extensions
 from permille.schemas.federations import RoundRequest
-from permille.schemas.fields import EXAMPLE_ULID, Closed
+from permille.schemas.fields import Closed, examples_of
 from permille.schemas.jobs import JobKind
 from permille.schemas.masks import Mask, MaskCreate, ShardRequest
 from permille.schemas.packages import (
@@ -28,10 +28,9 @@ from permille.schemas.packages import (
 )
 from permille.schemas.quantizations import Quantization, QuantizationCreate
 from permille.schemas.runs import ReplayRequest
-from permille.schemas.work import CORPUS, MODEL, Kind, View, WorkKind
+from permille.schemas.work import Kind, View, WorkKind
 
 _SCHEME: Final = ("request.options.scheme", "request.options.group_size")
-_FISHER: Final = {"method": "fisher", "corpus_id": CORPUS, "density": 0.001, "sequences": 100}
 
 
 _OWN: Final = (
@@ -42,17 +41,6 @@ _OWN: Final = (
         collection="builds",
         about="Build packages: mask, quantization and package in one request.",
         starts="Build a package of a model: mask, quantization, package.",
-        examples={
-            "sensitive weights and nf4": {
-                "model_id": MODEL,
-                "mask": _FISHER,
-                "quantization": {"scheme": "nf4"},
-            },
-            "an adapter in place of sensitive weights": {
-                "model_id": MODEL,
-                "adapter": {"kind": "lora-fa", "rank": 16},
-            },
-        },
         view=View(
             columns=("id", "state", "model_id", "package_digest", "created_at"),
             example="--model tiny --corpus stories --evaluate-on stories",
@@ -70,19 +58,6 @@ _OWN: Final = (
         about="Find the sensitive weights of models, and see the evidence.",
         starts="Find the sensitive weights of a model.",
         shows="Show the evidence behind a mask: the coverage curve and a table by tensor.",
-        examples={
-            "sensitive weights, by gradients on a corpus": {
-                "model_id": MODEL,
-                **_FISHER,
-                "length": 512,
-                "seed": 0,
-            },
-            "largest weights, without a corpus": {
-                "model_id": MODEL,
-                "method": "magnitude",
-                "density": 0.001,
-            },
-        },
         view=View(
             columns=("id", "model_id", "request.method", "request.density", "k", "created_at"),
             example="--model tiny --corpus stories --density 0.001",
@@ -99,22 +74,6 @@ _OWN: Final = (
         about="Quantize models, and see what that costs.",
         starts="Quantize the frozen weights of a model.",
         shows="Show what a quantization costs: error by tensor, perplexity before and after.",
-        examples={
-            "nf4, perplexity measured": {
-                "model_id": MODEL,
-                "options": {"scheme": "nf4", "evaluation_tokens": 8192},
-                "evaluation_corpus_id": CORPUS,
-            },
-            "int4 in groups of 32": {
-                "model_id": MODEL,
-                "options": {"scheme": "int4", "group_size": 32},
-            },
-            "int8": {"model_id": MODEL, "options": {"scheme": "int8"}},
-            "int4 in groups of 128, calibrated on texts": {
-                "model_id": MODEL,
-                "options": {"scheme": "auto-round", "calibration_corpus_id": CORPUS},
-            },
-        },
         view=View(
             columns=("id", "model_id", *_SCHEME, "size_bytes", "created_at"),
             example="--model tiny --scheme nf4 --evaluate-on stories",
@@ -130,12 +89,6 @@ _OWN: Final = (
         collection="packages",
         about="Make packages of finished masks and quantizations.",
         starts="Make a package of a quantization with a mask, or with an adapter.",
-        examples={
-            "a mask and a quantization": {
-                "mask_id": f"mask_{EXAMPLE_ULID}",
-                "quantization_id": f"quant_{EXAMPLE_ULID}",
-            },
-        },
         view=View(
             columns=("digest", "model_id", "k", "size_bytes", "created_at"),
             example="--mask mask_01jd3kq8z7 --quantization quant_01jd3kq8z9",
@@ -151,9 +104,6 @@ _OWN: Final = (
         collection="poolings",
         about="Add pooled states, which are trained on public text, to packages.",
         starts="Train a pooled state of a package on public text, and add it.",
-        examples={
-            "400 steps on a corpus": {"package_digest": "sha256:" + "0" * 64, "corpus_id": CORPUS},
-        },
         view=View(
             columns=("id", "state", "package_digest", "created_at"),
             example="--package 577a9004 --corpus stories --steps 400",
@@ -169,15 +119,6 @@ _OWN: Final = (
         collection="exports",
         about="Add programs for an inference engine to packages.",
         starts="Add a program for ExecuTorch's runtime to a package.",
-        examples={
-            "weights in float32": {"package_digest": "sha256:" + "0" * 64},
-            "4-bit weights; one pass computes both signs of 8 directions on 2 sequences": {
-                "package_digest": "sha256:" + "0" * 64,
-                "weights": "int4",
-                "variants": 16,
-                "rows": 32,
-            },
-        },
         view=View(
             columns=("id", "state", "package_digest", "created_at"),
             example="--package 577a9004 --weights int4",
@@ -210,9 +151,14 @@ MAKES_PACKAGES: Final = frozenset({JobKind.PACKAGE, JobKind.BUILD, JobKind.POOLI
 def _preflight(work: WorkKind) -> type[Closed]:
     fields: dict[str, Any] = {"kind": Literal[work.kind.value], "request": work.request}
     # A class for each kind, because pydantic tells the forms apart by the literal in `kind`.
-    return create_model(
+    made = create_model(
         f"{work.kind.capitalize()}Preflight", __base__=Closed, __doc__=f"Ask for a {work.kind}.", **fields
     )
+    made.examples = {
+        f"{work.kind}: {name}": {"kind": work.kind.value, "request": body}
+        for name, body in examples_of(work.request).items()
+    }
+    return made
 
 
 # A request for the needs of a job, with one form for each kind.

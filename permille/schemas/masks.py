@@ -1,12 +1,23 @@
 """Masks: the choice of sensitive weights, and the evidence for it."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
 from permille.choices import MaskMethod
 from permille.models.families import SCOPE_PATTERN
-from permille.schemas.fields import Closed, Count, Density, Digest, Id, Seed, WholeNumber
+from permille.schemas.fields import (
+    EXAMPLE_CORPUS,
+    EXAMPLE_MODEL,
+    Closed,
+    Count,
+    Density,
+    Digest,
+    Examples,
+    Id,
+    Seed,
+    WholeNumber,
+)
 from permille.schemas.jobs import Result
 
 Scope = Annotated[
@@ -76,11 +87,31 @@ MaskRequest = Annotated[FisherMask | WeightMask, Field(discriminator="method")]
 class FisherMaskCreate(FisherMask):
     """Choose the weights of a model that are sensitive on a corpus."""
 
+    examples: ClassVar[Examples] = {
+        "sensitive weights, by gradients on a corpus": {
+            "model_id": EXAMPLE_MODEL,
+            "method": "fisher",
+            "corpus_id": EXAMPLE_CORPUS,
+            "density": 0.001,
+            "sequences": 100,
+            "length": 512,
+            "seed": 0,
+        }
+    }
+
     model_id: Id = Field(description="model to choose weights of")
 
 
 class WeightMaskCreate(WeightMask):
     """Choose the largest weights of a model, or random ones."""
+
+    examples: ClassVar[Examples] = {
+        "largest weights, without a corpus": {
+            "model_id": EXAMPLE_MODEL,
+            "method": "magnitude",
+            "density": 0.001,
+        }
+    }
 
     model_id: Id
 

@@ -1,12 +1,26 @@
 """Packages, which devices download, and builds, which make a package in a single request."""
 
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, ClassVar, Final, Self
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
 from permille.choices import AdapterKind, ProgramWeights
-from permille.schemas.fields import Closed, Count, Digest, Flag, Id, Seed, Timestamp, WholeNumber
+from permille.schemas.fields import (
+    EXAMPLE_CORPUS,
+    EXAMPLE_DIGEST,
+    EXAMPLE_MODEL,
+    EXAMPLE_ULID,
+    Closed,
+    Count,
+    Digest,
+    Examples,
+    Flag,
+    Id,
+    Seed,
+    Timestamp,
+    WholeNumber,
+)
 from permille.schemas.jobs import JobState, Result
 from permille.schemas.masks import FisherMask, FisherMaskCreate, MaskRequest, Scope, WeightMaskCreate
 from permille.schemas.quantizations import (
@@ -75,6 +89,13 @@ class PackageCreate(Closed):
     adapter.
     """
 
+    examples: ClassVar[Examples] = {
+        "a mask and a quantization": {
+            "mask_id": f"mask_{EXAMPLE_ULID}",
+            "quantization_id": f"quant_{EXAMPLE_ULID}",
+        }
+    }
+
     model_config = _either("mask_id", "string")
 
     # Both mask and adapter are optional fields, but `_check` demands exactly one of them.
@@ -90,6 +111,10 @@ class PackageCreate(Closed):
 
 class PoolingCreate(Closed):
     """Train a pooled state of a package on public text, and make a package that carries it."""
+
+    examples: ClassVar[Examples] = {
+        "400 steps on a corpus": {"package_digest": EXAMPLE_DIGEST, "corpus_id": EXAMPLE_CORPUS}
+    }
 
     package_digest: Digest = Field(
         description="package to start from; the new one differs only in its pooled state"
@@ -114,6 +139,16 @@ class PoolingCreate(Closed):
 
 class ExportCreate(Closed):
     """Export a package as a program for ExecuTorch's runtime, and make a package that carries it."""
+
+    examples: ClassVar[Examples] = {
+        "weights in float32": {"package_digest": EXAMPLE_DIGEST},
+        "4-bit weights; one pass computes both signs of 8 directions on 2 sequences": {
+            "package_digest": EXAMPLE_DIGEST,
+            "weights": "int4",
+            "variants": 16,
+            "rows": 32,
+        },
+    }
 
     package_digest: Digest = Field(
         description="package to start from; the new one differs only in its program"
@@ -163,6 +198,18 @@ class PackageRecord(Result):
 
 class BuildCreate(Closed):
     """Make a package of a model in one request."""
+
+    examples: ClassVar[Examples] = {
+        "sensitive weights and nf4": {
+            "model_id": EXAMPLE_MODEL,
+            "mask": {"method": "fisher", "corpus_id": EXAMPLE_CORPUS, "density": 0.001, "sequences": 100},
+            "quantization": {"scheme": "nf4"},
+        },
+        "an adapter in place of sensitive weights": {
+            "model_id": EXAMPLE_MODEL,
+            "adapter": {"kind": "lora-fa", "rank": 16},
+        },
+    }
 
     model_config = _either("mask", "object")
 

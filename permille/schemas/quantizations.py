@@ -1,12 +1,12 @@
 """Quantizations: the dense layer of a package, and its cost."""
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from permille.choices import Embeddings
-from permille.schemas.fields import Closed, Flag, Id, WholeNumber
+from permille.schemas.fields import EXAMPLE_CORPUS, EXAMPLE_MODEL, Closed, Examples, Flag, Id, WholeNumber
 from permille.schemas.jobs import Result
 
 
@@ -113,6 +113,23 @@ QuantizationOptions = Annotated[AnyOptions, Field(discriminator="scheme")]
 
 class QuantizationCreate(Closed):
     """Quantize a model. With a corpus, also measure perplexity."""
+
+    examples: ClassVar[Examples] = {
+        "nf4, perplexity measured": {
+            "model_id": EXAMPLE_MODEL,
+            "options": {"scheme": "nf4", "evaluation_tokens": 8192},
+            "evaluation_corpus_id": EXAMPLE_CORPUS,
+        },
+        "int4 in groups of 32": {
+            "model_id": EXAMPLE_MODEL,
+            "options": {"scheme": "int4", "group_size": 32},
+        },
+        "int8": {"model_id": EXAMPLE_MODEL, "options": {"scheme": "int8"}},
+        "int4 in groups of 128, calibrated on texts": {
+            "model_id": EXAMPLE_MODEL,
+            "options": {"scheme": "auto-round", "calibration_corpus_id": EXAMPLE_CORPUS},
+        },
+    }
 
     model_id: Id = Field(description="model to quantize")
     evaluation_corpus_id: EvaluationCorpus = None

@@ -1,17 +1,19 @@
 """Releases: packages under a name and a version, their aliases, and the results of devices."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from permille.choices import Method
 from permille.schemas.fields import (
+    EXAMPLE_DIGEST,
     MAX_INTEGER,
     TEXT_PATTERN,
     Closed,
     Count,
     Digest,
+    Examples,
     Finite,
     Name,
     Timestamp,
@@ -38,6 +40,19 @@ class ReleaseTraining(Closed):
 
 class ReleaseCreate(Closed):
     """Publish a package under a name, as its next version."""
+
+    examples: ClassVar[Examples] = {
+        "a version that devices install": {
+            "name": "tiny-llama",
+            "package_digest": EXAMPLE_DIGEST,
+            "alias": "stable",
+        },
+        "a version without an alias, with options for the training": {
+            "name": "tiny-llama",
+            "package_digest": EXAMPLE_DIGEST,
+            "training": {"method": "zeroth-order", "steps": 500},
+        },
+    }
 
     name: Name = Field(description="name of the release")
     package_digest: Digest = Field(description="package to publish")
@@ -66,6 +81,8 @@ class ReleaseRecord(Release):
 class ReleaseYank(Closed):
     """The reason for yanking a version."""
 
+    examples: ClassVar[Examples] = {"with a reason": {"reason": "it forgets general text"}}
+
     # The pages and the command line print the reason, so it has no control characters.
     reason: Annotated[str, Field(min_length=1, max_length=500, pattern=TEXT_PATTERN)] = "withdrawn"
 
@@ -78,6 +95,8 @@ class ReleaseYanked(ReleaseRecord):
 
 class AliasPut(Closed):
     """The version to which an alias should point."""
+
+    examples: ClassVar[Examples] = {"the first version": {"version": 1}}
 
     version: Version
 

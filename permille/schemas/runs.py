@@ -3,18 +3,52 @@ release, the version of the agent, and names from fixed sets. It contains no tex
 """
 
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 from pydantic import Field, StringConstraints
 
 from permille.choices import EstimatorKind, Method
 from permille.schemas.devices import AgentVersion
-from permille.schemas.fields import Closed, Count, Digest, Finite, Id, Name, Timestamp, WholeNumber
+from permille.schemas.fields import (
+    EXAMPLE_DIGEST,
+    Closed,
+    Count,
+    Digest,
+    Examples,
+    Finite,
+    Id,
+    Name,
+    Timestamp,
+    WholeNumber,
+)
 from permille.schemas.releases import Version
 
 LOG_MEDIA_TYPE: Final = "application/vnd.permille.log"
 STATE_MEDIA_TYPE: Final = "application/vnd.permille.state"
 MAX_LOG_BYTES: Final = 64 * 1024 * 1024
+# The examples in the OpenAPI document are JSON, so bytes are in base64. Devices send the bytes themselves.
+_LOG: Final = (
+    "UE1MTE9HMQoRAgAAeyJjb3VudHMiOlszLDVdLCJkaXJlY3Rpb25zIjoicmFkZW1hY2hlciIsImVwc2lsb24iOiIweDEuNDdhZTE0"
+    "N2FlMTQ3YnAtNyIsImVzdGltYXRvciI6InNwc2EiLCJmaXJzdF90ZW5zb3IiOjAsImZvcm1hdCI6InBlcm1pbGxlLWxvZyIsImdl"
+    "bmVyYXRvciI6InBoaWxveDR4MzItMTAiLCJnZW5lcmF0b3JfdmVyc2lvbiI6MSwibGVhcm5pbmdfcmF0ZSI6IjB4MS40N2FlMTQ3"
+    "YWUxNDdicC03IiwibWFza19kaWdlc3QiOiJzaGEyNTY6MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWYwMTIzNDU2Nzg5"
+    "YWJjZGVmMDEyMzQ1Njc4OWFiY2RlZiIsInBhY2thZ2VfZGlnZXN0Ijoic2hhMjU2OjAxMjM0NTY3ODlhYmNkZWYwMTIzNDU2Nzg5"
+    "YWJjZGVmMDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWYiLCJxdWVyaWVzIjoyLCJzY2hlZHVsZSI6ImNvbnN0YW50Iiwi"
+    "c2VlZCI6IjAwMDAwMDAwMDAwMDAwMDEiLCJzcGxpdCI6bnVsbCwic3RlcF91bml0X2V4cG9uZW50IjotMjAsInRvdGFsX3N0ZXBz"
+    "IjoyLCJ2ZXJzaW9uIjoxfQIAAAAeBOU8BQAAAAACAAQFnnH50A=="
+)
+_STATE: Final = (
+    "UE1MU1RBMQoNAQAAeyJmb3JtYXQiOiJwZXJtaWxsZS1zdGF0ZSIsImsiOjgsIm1hc2tfZGlnZXN0Ijoic2hhMjU2OjAxMjM0NTY3"
+    "ODlhYmNkZWYwMTIzNDU2Nzg5YWJjZGVmMDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWYiLCJvcmlnaW4iOiJwZXJzb25h"
+    "bCIsInBhY2thZ2VfZGlnZXN0Ijoic2hhMjU2OjAxMjM0NTY3ODlhYmNkZWYwMTIzNDU2Nzg5YWJjZGVmMDEyMzQ1Njc4OWFiY2Rl"
+    "ZjAxMjM0NTY3ODlhYmNkZWYiLCJzdGVwX3VuaXRfZXhwb25lbnQiOi0yMCwidmVyc2lvbiI6MX0D7wLRmtZK3RNGT3sKENwIVBJ+"
+    "wH6yV4G6UyT8VqPpdNrxXwo="
+)
+UPLOAD_EXAMPLES: Final = {
+    LOG_MEDIA_TYPE: {"a log of two steps, in base64": _LOG},
+    STATE_MEDIA_TYPE: {"a state of eight weights, in base64": _STATE},
+    "application/octet-stream": {"a log of two steps, in base64": _LOG},
+}
 
 RunId = Annotated[
     str,
@@ -135,6 +169,46 @@ class RunMetrics(Closed):
 
 class RunCreate(Closed):
     """A report of a run. A device may send the same report again."""
+
+    examples: ClassVar[Examples] = {
+        "a run whose result is in use": {
+            "run_id": "5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11",
+            "metrics": {
+                "package_digest": EXAMPLE_DIGEST,
+                "release": "tiny-llama",
+                "version": 1,
+                "outcome": "adopted",
+                "began_at": "2026-11-20T10:00:00Z",
+                "ended_at": "2026-11-20T10:05:00Z",
+                "steps": 100,
+                "rejected_steps": 0,
+                "queries": 8,
+                "method": "zeroth-order",
+                "estimator": "one_sided",
+                "seconds": 300.0,
+                "tokens_trained": 51200,
+                "train_tokens": 9000,
+                "select_tokens": 1000,
+                "test_tokens": 2000,
+                "loss_base": 3.42,
+                "loss_personal": 3.17,
+                "improvement_low": 0.19,
+                "improvement_high": 0.31,
+                "learning_rate": 0.01,
+                "epsilon": 0.001,
+                "step_unit_exponent": -30,
+                "k": 94208,
+                "peak_rss_bytes": 310_000_000,
+                "personal_bytes": 4200,
+                "state_digest": None,
+                "agent_version": "0.1.0",
+                "engine": "light",
+                "operating_system": "linux",
+                "machine": "aarch64",
+                "accelerator": "cpu",
+            },
+        }
+    }
 
     run_id: RunId
     metrics: RunMetrics

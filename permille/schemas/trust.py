@@ -3,18 +3,35 @@
 The metadata itself has the format of TUF. The API sends and takes it as bytes.
 """
 
-from typing import Annotated
+from typing import Annotated, ClassVar, Final
 
 from pydantic import Field, StringConstraints
 
 from permille.schemas.devices import PublicKey
-from permille.schemas.fields import Closed, Count, Positive, Timestamp, WholeNumber
+from permille.schemas.fields import Closed, Count, Examples, Positive, Timestamp, WholeNumber
 
 ROLE_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,80}$"
 FILE_PATTERN = r"^([1-9][0-9]{0,15}\.)?[a-z0-9][a-z0-9._-]{0,80}\.json$"
 # With consistent snapshots, clients put the hash of a target before its file name.
 TARGET_PATTERN = r"^releases/[a-z0-9][a-z0-9._-]{0,62}/[0-9a-f]{64}\.[1-9][0-9]{0,15}\.json$"
 
+METADATA_EXAMPLES: Final = {
+    "delegated targets without a release": {
+        "signatures": [
+            {
+                "keyid": "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
+                "sig": "ab" * 64,
+            }
+        ],
+        "signed": {
+            "_type": "targets",
+            "expires": "2030-01-01T00:00:00Z",
+            "spec_version": "1.0.31",
+            "targets": {},
+            "version": 2,
+        },
+    }
+}
 RoleName = Annotated[str, StringConstraints(pattern=ROLE_PATTERN), Field(examples=["releases"])]
 
 
@@ -51,11 +68,29 @@ class RoleKeys(Closed):
 class TrustRotation(Closed):
     """Roles that get new keys. The service always holds the keys of `snapshot` and `timestamp`."""
 
+    examples: ClassVar[Examples] = {
+        "a new key that the service makes": {"roles": [{"role": "releases"}]},
+        "two keys that are kept elsewhere": {
+            "roles": [
+                {
+                    "role": "root",
+                    "public_keys": [
+                        "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo",
+                        "PUAXw-hDiVqStwqnTRt-vJyYLM8uxJaMwM1V8Sr0Zgw",
+                    ],
+                    "threshold": 2,
+                }
+            ]
+        },
+    }
+
     roles: Annotated[list[RoleKeys], Field(min_length=1, max_length=20)]
 
 
 class TrustRenewal(Closed):
     """Roles to sign again now, in addition to those that are due."""
+
+    examples: ClassVar[Examples] = {"all that is due": {}, "also the root": {"roles": ["root"]}}
 
     roles: Annotated[list[RoleName], Field(max_length=20)] = Field(default=[])
 

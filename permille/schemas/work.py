@@ -1,15 +1,10 @@
 """The description of a kind of job, from which the programs make routes, commands and parsers."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
-from permille.schemas.fields import EXAMPLE_ULID, Closed
+from permille.schemas.fields import Closed
 from permille.schemas.jobs import JobKind
-
-# Ids of the examples in the OpenAPI document. No row has them.
-MODEL: Final = f"model_{EXAMPLE_ULID}"
-CORPUS: Final = f"corpus_{EXAMPLE_ULID}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +49,6 @@ class WorkKind(Kind):
         about: a description of the collection.
         starts: a description of the operation that starts such a job.
         shows: a description of the operation that shows the report, or None if there is no report.
-        examples: example requests, by their descriptions.
         view: what the command line adds to this description.
         key: the path parameter of a single record.
         prefix: the prefix of ids, or None if a digest is the id.
@@ -65,7 +59,6 @@ class WorkKind(Kind):
     about: str
     starts: str
     shows: str | None = None
-    examples: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     view: View
     key: str
     prefix: str | None

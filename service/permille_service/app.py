@@ -12,9 +12,11 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute, iter_route_contexts
 from starlette.routing import BaseRoute
 
 from permille.files import make_private
+from permille.schemas.fields import examples_of
 from permille.schemas.kinds import WORK
 from permille.schemas.problems import Problem
 from permille.store.blobs.folder import open_blobs
@@ -36,7 +38,7 @@ from permille_service.inputs import corpora, models
 from permille_service.jobs import routes as job_routes
 from permille_service.jobs.stream import MAX_STREAMS, MAX_STREAMS_PER_TENANT, MAX_STREAMS_PER_TOKEN
 from permille_service.limits import RateLimit, Slots
-from permille_service.parameters import check_given_once
+from permille_service.parameters import check_given_once, named
 from permille_service.preflights import planning
 from permille_service.releases import routes as release_routes
 from permille_service.runs import routes as run_routes
@@ -215,6 +217,7 @@ def _complete(app: FastAPI) -> dict[str, Any]:
         routes=app.routes,
         tags=[*TAGS, *added, *_LAST_TAGS],
     )
+    _add_examples(document, app)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(problem.pop("$defs", {}))
@@ -228,6 +231,16 @@ def _complete(app: FastAPI) -> dict[str, Any]:
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     return document
+
+
+def _add_examples(document: dict[str, Any], app: FastAPI) -> None:
+    """Add the examples of each request that a route parses."""
+    for route in iter_route_contexts(app.routes):
+        if isinstance(route.original_route, APIRoute) and route.include_in_schema and route.body_field:
+            examples = named(examples_of(route.body_field.field_info.annotation))
+            for method in route.methods or ():
+                operation = document["paths"][route.path_format][method.lower()]
+                operation["requestBody"]["content"]["application/json"]["examples"] = examples
 
 
 def _drop_null(parameter: dict[str, Any]) -> None:

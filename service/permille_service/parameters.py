@@ -5,7 +5,7 @@ An id begins with the prefix of its table, for example `model_`.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from permille.schemas.fields import (
     DIGEST_PATTERN,
+    EXAMPLE_DIGEST,
     EXAMPLE_ULID,
     MAX_INTEGER,
     NAME_PATTERN,
@@ -30,7 +31,8 @@ from permille_service.problems import ApiError
 
 Row = TypeVar("Row")
 Record = TypeVar("Record")
-EXAMPLE_DIGEST = "sha256:" + "0123456789abcdef" * 4
+BINARY = {"type": "string", "format": "binary"}
+"""The JSON schema of bytes."""
 
 
 def key_of(prefix: str | None, **options: Any) -> Any:
@@ -127,6 +129,22 @@ def _count_keys(repeated: Counter[tuple[str, str]], pairs: list[tuple[str, Any]]
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
             repeated["body", name] += count
+
+
+def named(examples: Mapping[str, object]) -> dict[str, Any]:
+    """Return the examples of a body, given by their names, as the OpenAPI document has them."""
+    return {name: {"value": body} for name, body in examples.items()}
+
+
+def raw_body(examples: Mapping[str, Mapping[str, object]], schema: Mapping[str, str]) -> dict[str, Any]:
+    """Return the part of the OpenAPI document about a body that a route reads as bytes.
+
+    Args:
+        examples: for each media type of the body, examples by their names.
+        schema: the JSON schema of the body.
+    """
+    content = {name: {"schema": schema, "examples": named(bodies)} for name, bodies in examples.items()}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 async def read_body(request: Request) -> bytes:

@@ -115,7 +115,9 @@ def remove_kind(document: dict[str, Any], work: WorkKind) -> None:
         if f"{path}/".startswith(f"/v1/{work.collection}/"):
             item.clear()
     body = document["paths"]["/v1/preflights"]["post"]["requestBody"]
-    forms = body["content"]["application/json"]["schema"]
+    content = body["content"]["application/json"]
+    shown, forms = content["examples"], content["schema"]
+    content["examples"] = {name: one for name, one in shown.items() if not name.startswith(f"{work.kind}: ")}
     form = forms["discriminator"]["mapping"].pop(work.kind.value)
     forms["oneOf"].remove({"$ref": form})
 

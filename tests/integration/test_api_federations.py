@@ -1,5 +1,6 @@
 """Federations over the API: defined, joined, and run round by round. Anyone can replay the result."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
+from permille.federation import contribution
 from permille.federation.catch_up import caught_up
 from permille.federation.definition import Definition, encode_key
 from permille.federation.rounds import History, decode_segment
 from permille.schemas.access import Role
-from permille.schemas.federations import CONTRIBUTION_MEDIA_TYPE
+from permille.schemas.federations import CONTRIBUTION_EXAMPLES, CONTRIBUTION_MEDIA_TYPE
 from permille.schemas.problems import ProblemType
 from permille.store.tables import FederationCheckpoint
 from permille.trust.repository import Repository
@@ -475,6 +477,12 @@ def test_an_auditor_needs_a_viewers_token_only(api: Api) -> None:
     auditor.apply(decode_segment(data, site.definition, max_bytes=10_000))
     assert auditor.chain == api.get(site.path, viewer).json()["chain"]
     assert api.post(f"{site.path}/pause", None, viewer).status_code == 403
+
+
+def test_the_example_of_a_contribution_is_one_in_base64() -> None:
+    for examples in CONTRIBUTION_EXAMPLES.values():
+        for text in examples.values():
+            assert base64.b64decode(text, validate=True).startswith(contribution.MAGIC)
 
 
 def test_heads_are_signed_by_the_key_of_the_definition(api: Api) -> None:

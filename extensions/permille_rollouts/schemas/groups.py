@@ -1,9 +1,11 @@
 """Groups of devices, and the rules that select their members."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from permille.schemas.devices import AgentVersion
-from permille.schemas.fields import Closed, Count, Id, Name, Timestamp
+from permille.schemas.fields import Closed, Count, Examples, Id, Name, Timestamp
 from permille.schemas.runs import EngineName
 from permille_rollouts.offer import MAX_MEMBERS
 
@@ -24,6 +26,11 @@ class GroupRule(Closed):
 class GroupCreate(Closed):
     """A named group. Without any condition it contains all devices."""
 
+    examples: ClassVar[Examples] = {
+        "devices with a tag": {"name": "canaries", "rule": {"tags": ["canary"]}},
+        "devices with 4 GiB": {"name": "large", "rule": {"memory_bytes": 4294967296}},
+    }
+
     name: Name
     rule: GroupRule = GroupRule()
 
@@ -39,6 +46,8 @@ class DeviceGroup(GroupCreate):
 class TagsPut(Closed):
     """The new tags of a device."""
 
+    examples: ClassVar[Examples] = {"two tags": {"tags": ["canary", "kitchen"]}, "no tags": {"tags": []}}
+
     tags: list[Name] = Field(max_length=20)
 
 
@@ -50,6 +59,15 @@ class DeviceTags(TagsPut):
 
 class FactsPut(Closed):
     """Facts that a device reports, by which groups select devices."""
+
+    examples: ClassVar[Examples] = {
+        "a device with 8 GB": {
+            "agent_version": "0.1.0",
+            "engine": "light",
+            "memory_bytes": 8_000_000_000,
+            "tags": ["kitchen"],
+        }
+    }
 
     agent_version: AgentVersion
     engine: EngineName | None

@@ -1,12 +1,23 @@
 """Rollouts, and the reports of devices about them."""
 
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from permille.errors import InputError
-from permille.schemas.fields import Closed, Count, Finite, Flag, Id, Name, Positive, Timestamp, WholeNumber
+from permille.schemas.fields import (
+    Closed,
+    Count,
+    Examples,
+    Finite,
+    Flag,
+    Id,
+    Name,
+    Positive,
+    Timestamp,
+    WholeNumber,
+)
 from permille.schemas.releases import Version
 from permille_rollouts.offer import ReportCode, RolloutState
 from permille_rollouts.state_machine import MAX_DIFFERENCE, Reason, Rules
@@ -114,6 +125,17 @@ class MaintenanceWindow(Closed):
 class RolloutCreate(Closed):
     """Bring a version to the devices of an alias, wave by wave."""
 
+    examples: ClassVar[Examples] = {
+        "the newest version, in the usual waves": {"release": "tiny-llama"},
+        "three waves, by night, reverted if it halts": {
+            "release": "tiny-llama",
+            "version": 2,
+            "rules": {"waves": ["5%", "50%", "100%"], "soak_s": 86400},
+            "window": {"cron": "0 2 * * *", "minutes": 180},
+            "on_stop": "revert",
+        },
+    }
+
     release: Name = Field(examples=["tiny-llama"])
     version: Version | None = Field(default=None, description="version to roll out (default: the newest)")
     alias: Name = Field(default="stable", description="alias that the devices follow", examples=["stable"])
@@ -139,6 +161,8 @@ class RolloutCreate(Closed):
 
 class RolloutApproval(Closed):
     """Permission to open the next wave of a rollout."""
+
+    examples: ClassVar[Examples] = {"the second wave": {"wave": 2}}
 
     # The first wave opens without an approval.
     wave: Annotated[int, Field(strict=True, ge=2, le=MAX_WAVES), WholeNumber] = Field(
@@ -185,6 +209,12 @@ class Rollout(Closed):
 
 class RolloutReport(Closed):
     """A device's progress with the version of a rollout. A new report replaces the previous one."""
+
+    examples: ClassVar[Examples] = {
+        "the device begins": {},
+        "installed and better": {"installed": True, "code": "ok", "worse": False, "difference": -0.01},
+        "a damaged package": {"code": "integrity", "damage": "blob-digest"},
+    }
 
     # The first report says that a device begins, so every field has a default.
     installed: bool = False

@@ -1,11 +1,11 @@
 """Webhooks: addresses that receive events when a rollout halts or ends."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, StringConstraints
 
-from permille.schemas.fields import Closed, Count, Id, Timestamp
+from permille.schemas.fields import Closed, Count, Examples, Id, Timestamp
 
 Url = Annotated[
     str,
@@ -26,6 +26,8 @@ class EventType(StrEnum):
 
 class WebhookCreate(Closed):
     """An address that receives events of rollouts."""
+
+    examples: ClassVar[Examples] = {"an address": {"url": "https://hooks.example.org/permille"}}
 
     url: Url = Field(description="address that receives a POST for each event")
 

@@ -16,7 +16,7 @@ from permille.errors import PackageError
 from permille.federation.definition import Definition, decode_key
 from permille.federation.masked import decode_sent
 from permille.schemas.federations import (
-    CONTRIBUTION_MEDIA_TYPE,
+    CONTRIBUTION_EXAMPLES,
     ContributionReceipt,
     FederationOffer,
     RoundInvitation,
@@ -30,18 +30,11 @@ from permille_service.access.principals import CallingDevice, DevicePrincipal
 from permille_service.context import Served, Service
 from permille_service.federations.records import present_offer
 from permille_service.federations.routes import FederationId, RoundNumber
-from permille_service.parameters import media_type_of, read_body
+from permille_service.parameters import BINARY, media_type_of, raw_body, read_body
 from permille_service.problems import PRIVATE, documented
 
 logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1", tags=["federations"], responses=documented(*PRIVATE))
-_MEDIA_TYPES = (CONTRIBUTION_MEDIA_TYPE, "application/octet-stream")
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {name: {"schema": {"type": "string", "format": "binary"}} for name in _MEDIA_TYPES},
-    }
-}
 
 
 @router.get("/device/federations")
@@ -112,14 +105,14 @@ def create_round_invitation(
 
 
 async def _body(request: Request) -> bytes:
-    media_type_of(request, _MEDIA_TYPES)
+    media_type_of(request, CONTRIBUTION_EXAMPLES)
     return await read_body(request)
 
 
 @router.put(
     "/federations/{federation_id}/rounds/{number}/contribution",
     status_code=202,
-    openapi_extra=_BODY,
+    openapi_extra=raw_body(CONTRIBUTION_EXAMPLES, BINARY),
     responses={
         200: {"model": ContributionReceipt, "description": "the device has already sent the same bytes"},
         **documented(

@@ -6,7 +6,7 @@ delete a run or its log. Instead of a log, a device may send a packed state by t
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 from anyio import CancelScope
 from fastapi import APIRouter, Query, Request, Response
@@ -22,6 +22,7 @@ from permille.schemas.problems import ProblemType
 from permille.schemas.runs import (
     LOG_MEDIA_TYPE,
     STATE_MEDIA_TYPE,
+    UPLOAD_EXAMPLES,
     LogAccepted,
     LogForm,
     LogState,
@@ -45,7 +46,15 @@ from permille_service.access.principals import (
     require_role,
 )
 from permille_service.context import Served, Service
-from permille_service.parameters import MomentPaging, OfDevice, RunId, media_type_of, page_of
+from permille_service.parameters import (
+    BINARY,
+    MomentPaging,
+    OfDevice,
+    RunId,
+    media_type_of,
+    page_of,
+    raw_body,
+)
 from permille_service.problems import PRIVATE, documented
 
 logger = logging.getLogger(__name__)
@@ -56,12 +65,6 @@ _FORMS = {
     LOG_MEDIA_TYPE: LogForm.LOG,
     STATE_MEDIA_TYPE: LogForm.STATE,
     "application/octet-stream": LogForm.LOG,
-}
-_LOG_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {media_type: {"schema": {"type": "string", "format": "binary"}} for media_type in _FORMS},
-    }
 }
 
 
@@ -126,7 +129,7 @@ def get_run(run_id: RunId, service: Served, principal: Anyone) -> Run:
 @router.put(
     "/{run_id}/log",
     status_code=202,
-    openapi_extra=_LOG_BODY,
+    openapi_extra=raw_body(UPLOAD_EXAMPLES, BINARY),
     responses=documented(
         ProblemType.CONFLICT,
         ProblemType.QUOTA_SPENT,

@@ -20,6 +20,7 @@ from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.problems import ProblemType
 from permille.schemas.trust import (
     FILE_PATTERN,
+    METADATA_EXAMPLES,
     TARGET_PATTERN,
     RoleKeys,
     Trust,
@@ -37,7 +38,7 @@ from permille.trust.roles import ONLINE, TIMESTAMP_FILE, is_target_path, parse_f
 from permille_service.access.principals import Admin, Anyone, DevicePrincipal, Viewer
 from permille_service.content import CACHE_CONTROL, body_of
 from permille_service.context import Served
-from permille_service.parameters import read_body
+from permille_service.parameters import raw_body, read_body
 from permille_service.problems import PRIVATE, as_conflicts, documented
 from permille_service.trust import repositories
 
@@ -104,9 +105,7 @@ class _Accepted(Closed):
 @router.put(
     "/metadata/{file}",
     responses=documented(ProblemType.CONFLICT, ProblemType.NOT_FOUND),
-    openapi_extra={
-        "requestBody": {"required": True, "content": {JSON: {"schema": {"type": "object"}}}},
-    },
+    openapi_extra=raw_body({JSON: METADATA_EXAMPLES}, {"type": "object"}),
 )
 def put_trust_metadata(
     file: MetadataFile, service: Served, operator: Admin, data: Annotated[bytes, Depends(read_body)]

@@ -48,13 +48,8 @@ def router_of(work: WorkKind) -> APIRouter:
 
 
 def _add_create(router: APIRouter, work: WorkKind) -> None:
-    examples = {
-        f"{number}": {"summary": summary, "value": value}
-        for number, (summary, value) in enumerate(work.examples.items(), start=1)
-    }
-
     def create(
-        body: Annotated[work.request, Body(openapi_examples=examples)],  # type: ignore[name-defined]
+        body: Annotated[work.request, Body()],  # type: ignore[name-defined]
         creating: Creating,
         again: Again = False,
     ) -> Job:

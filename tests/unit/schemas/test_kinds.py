@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from permille.errors import InputError
+from permille.schemas.fields import examples_of
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import WORK, parse_request, result_path
 from permille.store.ids import Prefix
@@ -16,7 +17,7 @@ KINDS = {
     "model": Prefix.MODEL,
     "quantization": Prefix.QUANTIZATION,
 }
-EXAMPLES = [(kind, name) for kind, work in WORK.items() for name in work.examples]
+EXAMPLES = [(kind, name) for kind, work in WORK.items() for name in examples_of(work.request)]
 
 
 def ids_of(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
@@ -29,7 +30,7 @@ def ids_of(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("kind", "name"), EXAMPLES)
 def test_examples_are_requests_with_ids_of_the_kind_that_their_field_names(kind: JobKind, name: str) -> None:
-    example = WORK[kind].examples[name]
+    example = examples_of(WORK[kind].request)[name]
     parse_request(kind, example)
     found = list(ids_of(example))
     assert found or "package_digest" in example
