@@ -24,8 +24,10 @@ _ADVICE: Final = {
     **dict.fromkeys((".enex", ".epub"), "save it as .html"),
 }
 # In a folder, only `.json` files with these names are read, because others may be anything: an export of
-# ChatGPT or of Telegram.
-_EXPORT: Final = re.compile(r"(?:conversations|result)[\w-]*\.json", re.IGNORECASE)
+# ChatGPT or Claude, of Telegram, or of Open WebUI (all others).
+_EXPORT: Final = re.compile(
+    r"(?:conversations|result|(?:all-)?chats?-export|feedback-history-export)[\w-]*\.json", re.IGNORECASE
+)
 _MAILDIR: Final = ("cur", "new")
 
 

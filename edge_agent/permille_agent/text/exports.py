@@ -1,9 +1,13 @@
-"""Reading of `conversations.json`, the export of ChatGPT or Claude: a list of conversations.
+"""Reading of exported conversations of ChatGPT, Claude and Open WebUI: a list of conversations.
 
-Claude's conversation is a list of messages, ChatGPT's is a tree. Of a tree, only the branch that the user
+Claude's conversation is a list of messages, the others are trees. Of a tree, only the branch that the user
 saw last is read, from `current_node` up to the root. If the export names no such node, the newest message
 without an answer ends the branch. Regenerated answers, tool calls, hidden messages and media are skipped.
 Spoken turns give their words. Each conversation is a group of its own.
+
+Open WebUI also exports the ratings of answers, each with its conversation. Of these, the branch that ends
+with the rated answer is read. An answer that the user rated down is never trained on: it is left out with
+its question, in both exports.
 
 The file is cut into conversations before parsing. So only one parsed conversation is in memory at a time.
 """
@@ -23,6 +27,8 @@ MAX_DEPTH = 64
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 # ChatGPT marks a citation by text between two characters of the private use area.
 _CITATION = re.compile("\ue200[^\ue201]*\ue201")
+# Open WebUI keeps what a model thought, or sent to a tool, in the text of its answer.
+_DETAILS = re.compile(r'<details type="[^>]*>.*?</details>', re.DOTALL)
 _TEXT_KINDS = ("text", "multimodal_text")
 
 
@@ -60,7 +66,7 @@ def parse_conversation(text: str) -> tuple[str | None, Content]:
     """Return the group and the messages of the branch that the user saw last.
 
     Raises:
-        InputError: the text is too long, is not a conversation, or has no answer.
+        InputError: the text is too long, is not a conversation, has no answer, or was rated down.
     """
     if len(text) > MAX_CONVERSATION_CHARACTERS:
         raise InputError(f"longer than {MAX_CONVERSATION_CHARACTERS} characters")
@@ -73,8 +79,15 @@ def parse_conversation(text: str) -> tuple[str | None, Content]:
             turns = _turns(tree, value.get("current_node"))
         case {"chat_messages": list(listed)}:
             turns = _listed_turns(listed)
+        case {"chat": {"history": dict(history)}}:
+            turns = _rated_turns(history, history.get("currentId"))
+        case {"snapshot": {"chat": {"chat": {"history": dict(history)}} as shown}, "data": dict(rating)}:
+            if _rating(rating) < 0:
+                raise InputError("an answer that was rated down")
+            turns = _rated_turns(history, _object(value.get("meta")).get("message_id"))
+            value = shown  # ratings of the same conversation are one group
         case _:
-            raise InputError("not a conversation of ChatGPT or Claude")
+            raise InputError("not a conversation of ChatGPT, Claude or Open WebUI")
     messages: list[dict[str, str]] = []
     for role, said in turns:
         if messages and messages[-1]["role"] == role:
@@ -99,19 +112,49 @@ def _listed_turns(listed: list[object]) -> Iterator[tuple[str, str]]:
 
 
 def _turns(mapping: dict[str, Any], newest: object) -> Iterator[tuple[str, str]]:
-    branch: list[object] = []
-    seen: set[str] = set()
     name = newest if isinstance(newest, str) and newest in mapping else _newest_leaf(mapping)
-    # The parent of a message may have been deleted. Then the branch begins there.
-    while isinstance(name, str) and isinstance(node := mapping.get(name), dict):
-        if name in seen:
-            raise InputError("a chain of messages without a beginning")
-        seen.add(name)
-        branch.append(node.get("message"))
-        name = node.get("parent")
-    for message in reversed(branch):
+    for node in _branch(mapping, name, "parent"):
+        message = node.get("message")
         if isinstance(message, dict) and (said := _text(message)):
             yield message["author"]["role"], said
+
+
+def _rated_turns(history: dict[str, Any], last: object) -> Iterator[tuple[str, str]]:
+    """Yield the turns of a branch of Open WebUI without answers that were rated down, and their questions."""
+    question = ""
+    for message in _branch(_object(history.get("messages")), last, "parentId"):
+        words = message.get("content")
+        said = _DETAILS.sub("", words).strip() if isinstance(words, str) else ""
+        if message.get("role") == "user":
+            question = f"{question}\n\n{said}".strip()
+        elif message.get("role") == "assistant":
+            if said and question and _rating(_object(message.get("annotation"))) >= 0:
+                yield "user", question
+                yield "assistant", said
+            question = ""
+
+
+def _rating(rated: dict[str, Any]) -> int:
+    """Return -1 for a rating down, else 1. It is 1 or -1, or a text of this number."""
+    return -1 if str(rated.get("rating")) == "-1" else 1
+
+
+def _branch(nodes: dict[str, Any], last: object, parent: str) -> list[dict[str, Any]]:
+    """Return the nodes from the root to `last`. Each node names its parent under the key `parent`.
+
+    Raises:
+        InputError: a node is its own ancestor.
+    """
+    branch: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    # The parent of a message may have been deleted. Then the branch begins there.
+    while isinstance(last, str) and isinstance(node := nodes.get(last), dict):
+        if last in seen:
+            raise InputError("a chain of messages without a beginning")
+        seen.add(last)
+        branch.append(node)
+        last = node.get(parent)
+    return branch[::-1]
 
 
 def _newest_leaf(mapping: dict[str, Any]) -> str | None:

@@ -6,7 +6,8 @@ Formats:
   Markdown are left out (`markdown.py`). A chat that WhatsApp exported becomes its messages (`chats.py`).
 - PDF, Word, RTF, tables, HTML and mail, parsed in a child process (`permille.sandbox.documents`). The
   child also decodes text that is not UTF-8.
-- ChatGPT's exported `conversations.json` (`exports.py`) and Telegram's `result.json` (`chats.py`).
+- Exported conversations of ChatGPT, Claude and Open WebUI (`exports.py`), and Telegram's `result.json`
+  (`chats.py`).
 - `.jsonl` with one object per line: `text`, `prompt` and `completion`, or chat `messages`. Rows with the
   same `group` always stay in the same split.
 

@@ -66,8 +66,8 @@ def test_an_export_is_read_beside_other_files_and_bad_conversations_are_counted(
     documents, report = read_documents([tmp_path])
     assert [type(document.content).__name__ for document in documents] == ["Conversation", "PlainText"]
     assert report.summary() == (
-        "2 files: 3 read, 2 skipped: 1 x no assistant message, 1 x not a conversation of ChatGPT or Claude "
-        "(duplicates left out: 1); 1 file ignored: 1 x .json"
+        "2 files: 3 read, 2 skipped: 1 x no assistant message, 1 x not a conversation of ChatGPT, Claude or "
+        "Open WebUI (duplicates left out: 1); 1 file ignored: 1 x .json"
     )
     assert report.examples[0].endswith("conversations.json, conversation 2: no assistant message")
 
@@ -92,7 +92,7 @@ def test_hostile_files_are_refused_in_little_time(text: str, reason: str) -> Non
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"mapping": []}, "not a conversation of ChatGPT or Claude"),
+        ({"mapping": []}, "not a conversation of ChatGPT, Claude or Open WebUI"),
         ({"mapping": {"1": {"message": None, "parent": "1"}}}, "without a beginning"),
         ({"mapping": {"1": {"message": None, "parent": ["0"]}}}, "no assistant message"),
         ({"mapping": {"1": []}}, "no assistant message"),
@@ -178,3 +178,77 @@ def test_a_conversation_has_a_longest_length(monkeypatch: pytest.MonkeyPatch) ->
         parse_conversation(json.dumps(_tree([_message("user", "a")])))
     with pytest.raises(InputError, match="not JSON"):
         parse_conversation("{")
+
+
+def _webui(*answers: tuple[str, object]) -> dict[str, Any]:
+    """Return a chat as Open WebUI exports it: questions, and answers with their ratings."""
+    messages: dict[str, dict[str, Any]] = {}
+    last: str | None = None
+    for number, (answer, rating) in enumerate(answers):
+        asked, answered = f"q{number}", f"a{number}"
+        messages[asked] = {"id": asked, "parentId": last, "role": "user", "content": f"Q{number}?"}
+        messages[answered] = {"id": answered, "parentId": asked, "role": "assistant", "content": answer}
+        messages[answered]["annotation"] = {"rating": rating, "reason": "other"} if rating else None
+        last = answered
+    history = {"messages": messages, "currentId": last}
+    return {"id": "w1", "user_id": "u", "title": "t", "chat": {"title": "t", "history": history}}
+
+
+def _rated(chat: dict[str, Any], message: str, rating: object) -> dict[str, Any]:
+    """Return a rating as Open WebUI exports it, with a snapshot of its chat."""
+    meta = {"chat_id": chat["id"], "message_id": message, "message_index": 2}
+    data = {"rating": rating, "model_id": "m", "reason": "other", "comment": ""}
+    return {"id": "f1", "type": "rating", "data": data, "meta": meta, "snapshot": {"chat": chat}}
+
+
+def test_answers_of_open_webui_that_were_rated_down_are_left_out() -> None:
+    thought = (
+        '<details type="reasoning" done="true">\n<summary>Thought</summary>\n> hm\n</details>\nIn March.'
+    )
+    chat = _webui((thought, None), ("Never.", -1), ("In rows.", 1), ("No.", "-1"), ("", None))
+    group, content = parse_conversation(json.dumps(chat))
+    assert group == "chatgpt w1"
+    assert content == Conversation(
+        (("user", "Q0?"), ("assistant", "In March."), ("user", "Q2?"), ("assistant", "In rows."))
+    )
+
+
+def test_a_rating_of_open_webui_gives_the_branch_up_to_its_answer() -> None:
+    chat = _webui(("In March.", None), ("In rows.", 1), ("Later.", None))
+    group, content = parse_conversation(json.dumps(_rated(chat, "a1", 1)))
+    assert group == parse_conversation(json.dumps(chat))[0]
+    assert content == Conversation(
+        (("user", "Q0?"), ("assistant", "In March."), ("user", "Q1?"), ("assistant", "In rows."))
+    )
+    for rating in (-1, "-1"):
+        with pytest.raises(InputError, match="an answer that was rated down"):
+            parse_conversation(json.dumps(_rated(chat, "a1", rating)))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"chat": {"history": {"messages": []}}}, "no assistant message"),
+        (
+            {"chat": {"history": {"messages": {"a": {"parentId": "a"}}, "currentId": "a"}}},
+            "without a beginning",
+        ),
+        ({"chat": {"messages": []}}, "not a conversation of ChatGPT, Claude or Open WebUI"),
+        ({"snapshot": {"chat": None}, "data": {"rating": 1}}, "not a conversation"),
+    ],
+)
+def test_damaged_chats_of_open_webui_are_refused(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        parse_conversation(json.dumps(change))
+
+
+def test_exports_of_open_webui_are_read_in_a_folder(tmp_path: Path) -> None:
+    chat = _webui(("In March.", None), ("In rows.", 1))
+    other = {**_webui(("Water them.", 1)), "id": "w2"}
+    (tmp_path / "chat-export-1764000000000.json").write_text(json.dumps([chat]))
+    ratings = [_rated(other, "a0", 1), _rated(chat, "a0", -1)]
+    (tmp_path / "feedback-history-export-1764000000000.json").write_text(json.dumps(ratings))
+    documents, report = read_documents([tmp_path])
+    lengths = [len(one.content.messages) for one in documents if isinstance(one.content, Conversation)]
+    assert lengths == [4, 2]
+    assert report.examples[0].endswith("conversation 2: an answer that was rated down")
