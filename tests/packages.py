@@ -6,7 +6,7 @@ They need neither torch nor files. The same arguments give the same package dige
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from permille.models.families import expected_tensors, scoped_tensors
 from permille.package.blobs import BlobFolder
 from permille.package.build import ChosenMask, pack_model, write_manifest
-from permille.package.limits import Role
-from permille.package.manifest import Layer
+from permille.package.limits import MAX_MANIFEST_BYTES, Role
+from permille.package.manifest import Layer, Lengths, Manifest
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.tensors import RawTensor
@@ -45,6 +45,8 @@ TINY_LLAMA: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+LENGTHS = Lengths(step=12.0)
+"""Lengths that suit the model of `tests.bigram_engine`."""
 _NOUNS = ("river", "house", "garden", "winter", "letter", "engine", "harbour", "window", "forest", "bread")
 _VERBS = ("crossed", "painted", "remembered", "opened", "followed", "lost", "found", "carried")
 _PLACES = ("in the morning", "near the old bridge", "without a word", "before the rain", "at last")
@@ -145,7 +147,11 @@ def _packed(
     )
     chosen = ChosenMask(indices=mask, method="random", density=density)
     with TemporaryDirectory() as root:
-        digest = pack_model(BlobFolder(Path(root)), model, chosen, scheme)
+        blobs = BlobFolder(Path(root))
+        without = pack_model(blobs, model, chosen, scheme)
+        manifest = Manifest.from_bytes(blobs.read(without, limit=MAX_MANIFEST_BYTES))
+        blobs.delete(without)
+        digest = write_manifest(blobs, replace(manifest, lengths=LENGTHS))
         return digest, tuple(path.read_bytes() for path in Path(root).glob("sha256/*/*"))
 
 

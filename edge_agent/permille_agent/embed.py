@@ -67,9 +67,8 @@ from permille_agent.training.memory import memory_tokens
 from permille_agent.training.options import RunContext, TrainOptions
 from permille_agent.training.outcome import RunOutcome
 from permille_agent.training.personal import model_values
-from permille_agent.training.plan import make_plan
+from permille_agent.training.plan import RunFailed, make_plan
 from permille_agent.training.run import Evaluation, Run, RunClock, RunFolder, list_runs
-from permille_agent.training.step_size import SearchFailed
 from permille_agent.training.steps import train
 from permille_agent.training.train import run_training
 
@@ -90,10 +89,10 @@ __all__ = [
     "Prepared",
     "Row",
     "RunContext",
+    "RunFailed",
     "RunFolder",
     "RunOutcome",
     "Sampling",
-    "SearchFailed",
     "TextTokenizer",
     "TokenizedDocument",
     "TookPart",
@@ -138,7 +137,6 @@ class Personalised:
         steps: number of all steps of the descent that the selected state comes from.
         learning_rate: first learning rate of this descent. Each new descent halves it.
         epsilon: scale of the perturbations.
-        search_seconds: duration of the search for epsilon and the step size.
         curve: losses of this descent on the select split, beginning with the start.
     """
 
@@ -147,7 +145,6 @@ class Personalised:
     steps: int
     learning_rate: float
     epsilon: float
-    search_seconds: float
     curve: tuple[Evaluation, ...]
 
 
@@ -189,7 +186,7 @@ def personalise(
 
     Raises:
         InputError: there is too little text to select a state.
-        SearchFailed: no epsilon or step size works for this package and this text.
+        RunFailed: the first loss is not finite, or all trained weights are 0.
     """
     # A short text has stages in place of a select split.
     if prepared.stages:
@@ -216,7 +213,5 @@ def personalise(
         steps=selected.steps,
         learning_rate=selected.header.learning_rate,
         epsilon=selected.header.epsilon,
-        # The first evaluation comes directly after the search.
-        search_seconds=run.folder.evaluations(0)[0].seconds,
         curve=tuple(curve),
     )

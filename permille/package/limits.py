@@ -18,6 +18,7 @@ MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32
 MAX_K = (1 << 32) - 1  # FORMAT 3.2: the largest number of trained numbers
 MAX_RANK = 256  # FORMAT 3.1: the largest rank of an adapter
 MAX_ALPHA = 1024
+MAX_LENGTH_EXPONENT = 20  # FORMAT 3.1: lengths are 2^-20 to 2^20
 BLOCK_BYTES = 1 << 20  # FORMAT 4.7
 BLOCK_HASH_BYTES = 32
 PROGRAM_HEADER_BYTES = 40  # FORMAT 4.11

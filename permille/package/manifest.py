@@ -31,6 +31,7 @@ from permille.package.limits import (
     MAX_HEADER_BYTES,
     MAX_K,
     MAX_LAYER_BYTES,
+    MAX_LENGTH_EXPONENT,
     MAX_MANIFEST_BYTES,
     MAX_RANK,
     MAX_REFERENCE_BYTES,
@@ -158,6 +159,28 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Euclidean lengths of zeroth order, over all trained weights together.
+
+    A build measures them on public text (`permille.training.lengths`). Without text, it takes the defaults.
+
+    Attributes:
+        perturbation: the length of a perturbation.
+        step: the length of the first step.
+    """
+
+    perturbation: float = 0.5
+    step: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, number in asdict(self).items():
+            # NaN fails the comparison, too.
+            if not 2.0**-MAX_LENGTH_EXPONENT <= number <= 2.0**MAX_LENGTH_EXPONENT:
+                bounds = f"2^-{MAX_LENGTH_EXPONENT} to 2^{MAX_LENGTH_EXPONENT}"
+                raise PackageError("manifest-schema", f"lengths.{name} must be {bounds}, not {number}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """A quantized weight: its shape (N, K), and the count of its trained numbers.
 
@@ -223,6 +246,7 @@ class Manifest:
     trainable: MaskInfo | AdapterInfo
     tensors: tuple[TensorInfo, ...]
     layers: tuple[Layer, ...]
+    lengths: Lengths = Lengths()
     provenance: Mapping[str, JSON] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -320,6 +344,7 @@ class Manifest:
                 "mask" if self.adapter is None else "adapter": asdict(self.trainable),
                 "tensors": [asdict(tensor) for tensor in self.tensors],
                 "layers": [asdict(layer) | {"media_type": layer.media_type} for layer in self.layers],
+                "lengths": {name: number.hex() for name, number in asdict(self.lengths).items()},
                 "provenance": self.provenance,
             }
         )
@@ -351,6 +376,7 @@ class Manifest:
             else MaskInfo(**_fields(fields[chosen], "mask", _MASK)),
             tensors=tuple(_tensor(item) for item in fields["tensors"]),
             layers=tuple(_layer(item) for item in fields["layers"]),
+            lengths=_lengths(fields["lengths"]),
             provenance=fields["provenance"],
         )
 
@@ -474,12 +500,14 @@ _TOP = {
     "scheme": dict,
     "tensors": list,
     "layers": list,
+    "lengths": dict,
     "provenance": dict,
 }
 _MODEL = {"family": str, "config": str}
 _SCHEME = {"name": str, "group_size": int}
 _MASK = {"method": str, "density": str, "scope": str, "k": int}
 _ADAPTER = {"kind": str, "rank": int, "alpha": int, "scope": str, "k": int}
+_LENGTHS = {"perturbation": str, "step": str}
 _TENSOR = {"name": str, "shape": list, "count": int}
 _LAYER = {"role": str, "media_type": str, "digest": str, "size_bytes": int, "path": object}
 
@@ -503,6 +531,18 @@ def _fields(value: object, what: str, kinds: Mapping[str, type]) -> dict[str, An
 def _adapter(item: object) -> AdapterInfo:
     found = _fields(item, "adapter", _ADAPTER)
     return AdapterInfo(**found | {"kind": _member(AdapterKind, found["kind"])})
+
+
+def _lengths(item: object) -> Lengths:
+    found = _fields(item, "lengths", _LENGTHS)
+    try:
+        numbers = {name: float.fromhex(text) for name, text in found.items()}
+    except (ValueError, OverflowError) as exc:
+        raise PackageError("manifest-schema", f"lengths must be hexadecimal, not {found!r:.200}") from exc
+    # A number has other spellings, too, and a package only one digest.
+    if found != {name: number.hex() for name, number in numbers.items()}:
+        raise PackageError("manifest-schema", f"lengths are not spelled canonically: {found!r:.200}")
+    return Lengths(**numbers)
 
 
 def _tensor(item: object) -> TensorInfo:

@@ -1,16 +1,19 @@
-"""The last step: write a package of chosen weights and quantized layers, with its reference.
+"""The last step: write a package of chosen weights and quantized layers, with its reference and lengths.
 
 The reference has rows of public text and answers of the base model. With its rows, a device keeps a trained
-model close to the base model, and measures what the training costs on general text. The finished package is
+model close to the base model, and measures what the training costs on general text. The lengths are those of
+zeroth order (`permille.training.lengths`). The finished package is
 read and verified in the same way as on a device.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from permille.digests import JSON
+from permille.engines.light.engine import LightEngine
 from permille.models.checkpoint import Checkpoint
 from permille.models.settings import within_positions
 from permille.package.blobs import BlobFolder
@@ -19,6 +22,7 @@ from permille.package.manifest import Layer, Manifest, Quantization
 from permille.package.reader import Package, verify_package
 from permille.pipeline.draw import Drawn, Sampling
 from permille.pipeline.inputs import Progress, silent
+from permille.training.lengths import measure_lengths
 from permille.training.reference import REFERENCE_SEED, TEXT_ROWS, TEXT_TOKENS, make_reference
 
 
@@ -38,6 +42,7 @@ def pack(
     text: Drawn | None,
     provenance: Mapping[str, JSON] = {},
     made: Mapping[str, JSON] = {},
+    work: Path | None = None,
     threads: int | None = None,
     progress: Progress = silent,
 ) -> Package:
@@ -49,6 +54,7 @@ def pack(
             models get none.
         provenance: the origin of the parts, for the manifest.
         made: the origin of the reference.
+        work: a folder for finished measurements, with which another call resumes. None keeps nothing.
         threads: the number of threads. None uses all cores.
 
     Raises:
@@ -60,6 +66,13 @@ def pack(
     manifest = write_layers(blobs, checkpoint, chosen, (dense, plain), how, provenance=provenance)
     progress(0.4, "asking the model for the reference")
     manifest = _with_reference(blobs, checkpoint, manifest, text, made, threads)
+    package = Package(blobs, manifest)
+    manifest = measure_lengths(
+        LightEngine(package, threads=threads),
+        package,
+        work=work,
+        progress=lambda what: progress(0.6, f"measuring {what}"),
+    )
     digest = write_manifest(blobs, manifest)
     progress(0.8, "verifying")
     return verify_package(blobs, digest)

@@ -150,9 +150,11 @@ class TrainingCreate(Closed):
         WholeNumber,
     ] = 1
     learning_rate: _Rate | None = Field(
-        default=None, description="learning rate (default for the gradient: derived from the package)"
+        default=None, description="learning rate (default: derived from the package)"
     )
-    epsilon: _Rate | None = Field(default=None, description="perturbation scale of zeroth order")
+    epsilon: _Rate | None = Field(
+        default=None, description="perturbation scale of zeroth order (default: derived from the package)"
+    )
     batch_rows: Annotated[
         # FORMAT 13.1 limits both `batch_rows` and `row_tokens`.
         int, Field(strict=True, ge=1, le=1024, description="texts in a device's batch"), WholeNumber

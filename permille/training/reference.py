@@ -110,6 +110,12 @@ class Reference:
             SoftTargets(ids_RN=rows.named_RS[named], probability_RN=rows.probability_RS[named]),
         )
 
+    def texts(self, *, pulls: bool) -> list[Batch]:
+        """Return the rows of public text that pull, or those that measure, one a batch."""
+        rows = self.rows
+        chosen_N = np.flatnonzero((rows.pulls_N == pulls) & ~rows.chat_N)
+        return [_batch(rows, chosen_N[n : n + 1], None) for n in range(len(chosen_N))]
+
     def loss(self, engine: Engine, values_K: NDArray[np.float32]) -> float:
         """Return the loss on the measuring rows: the mean over all their targets, in nats per token."""
         return float(engine.token_losses(values_K, self._measuring).mean(dtype=np.float64))

@@ -10,13 +10,13 @@ into a record of their own, like `BlockSplit`. The record is null in the headers
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 from permille.choices import EstimatorKind, choice_of
 from permille.digests import canonical_json, is_digest
 from permille.errors import InputError, PackageError
-from permille.zo.lattice import MAX_STEP_UNIT_EXPONENT, MIN_STEP_UNIT_EXPONENT
+from permille.zo.lattice import MAX_STEP_UNIT_EXPONENT, MIN_STEP_UNIT_EXPONENT, step_unit_exponent_for
 from permille.zo.philox import GENERATOR, GENERATOR_VERSION
 
 FORMAT = "permille-log"
@@ -227,6 +227,28 @@ class LogHeader:
     def weights_of(self, tensors: slice) -> slice:
         """Return the range of the masked weights of consecutive tensors in flat order."""
         return slice(sum(self.counts[: tensors.start]), sum(self.counts[: tensors.stop]))
+
+    def with_lengths(self, perturbation: float, step: float) -> "LogHeader":
+        """Return this header with the epsilon, the rate and the unit of these Euclidean lengths.
+
+        Args:
+            perturbation: the length of a perturbation of the trained weights.
+            step: the length of the first step, whose projected gradients have a root mean square of 1.
+        """
+        spread = 0.0
+        for queries, tensors in self.blocks():
+            weights = self.weights_of(tensors)
+            # The mean of q independent directions is sqrt(q) times shorter than one of them.
+            spread += (weights.stop - weights.start) / (queries.stop - queries.start)
+        epsilon = perturbation / math.sqrt(self.moving.stop - self.moving.start)
+        return replace(self, epsilon=epsilon, learning_rate=step / math.sqrt(spread)).with_step_unit()
+
+    def with_step_unit(self) -> "LogHeader":
+        """Return this header with the unit that fits normalised steps of its learning rate."""
+        # The block with the most directions has the smallest coefficients.
+        widest = max(queries.stop - queries.start for queries, _ in self.blocks())
+        unit = step_unit_exponent_for(self.learning_rate, 1.0, widest, self.sigma)
+        return replace(self, step_unit_exponent=unit)
 
     def to_bytes(self) -> bytes:
         """Return the canonical JSON of the header (FORMAT 8.1)."""

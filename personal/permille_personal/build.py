@@ -122,6 +122,7 @@ def _build(
         text=text,
         provenance={"mask": chosen.provenance, "quantization": coded.provenance},
         made=versions("tokenizers"),
+        work=folder,
         progress=progress,
     ).digest
 

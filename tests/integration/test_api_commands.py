@@ -264,16 +264,3 @@ def test_a_federation_from_its_making_to_its_end(up: Running) -> None:
     assert up.answer("federations", "pause", "readers")["state"] == "paused"
     assert up.answer("federations", "finish", made["id"])["state"] == "finished"
     assert up.answer("federations", "show", "readers")["number"] == 1  # the first round was void
-    forward = up.permille(
-        "federations",
-        "create",
-        "other",
-        "--release",
-        "rounds",
-        "--method",
-        "zeroth-order",
-        "--estimator",
-        "spsa",
-    )
-    assert forward.returncode == 3
-    assert "spsa needs learning_rate and epsilon" in forward.stderr

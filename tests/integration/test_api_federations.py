@@ -23,6 +23,7 @@ from permille_service.cli.main import main
 from permille_service.trust import repositories
 from tests.api_service import Api, running_api
 from tests.federations import SMALL, Site, make_site, request_of
+from tests.packages import LENGTHS
 from tests.unit.zo import reference
 
 
@@ -118,13 +119,15 @@ def sign_and_send(api: Api, folder: Path, draft: dict[str, str], *change: str) -
     assert answer.status_code == 200, answer.text
 
 
-def test_the_gradient_needs_no_rate_and_others_name_where_it_comes_from(api: Api) -> None:
+def test_the_gradient_needs_no_rate(api: Api) -> None:
     site = make_site(api, start=False, method="gradient", learning_rate=None, epsilon=None)
     assert site.definition.log.learning_rate > 0
-    body = request_of(SMALL | {"name": "other", "learning_rate": None})
-    answer = api.post("/v1/federations", body)
-    assert (answer.status_code, slug(answer)) == (409, "conflict")
-    assert "--method zeroth-order --estimator one_sided" in answer.json()["detail"]
+
+
+def test_zeroth_order_takes_the_lengths_of_the_package(api: Api) -> None:
+    log = make_site(api, start=False, learning_rate=None, epsilon=None).definition.log
+    assert log.epsilon * log.k**0.5 == pytest.approx(LENGTHS.perturbation)
+    assert log.learning_rate * (log.k / log.queries) ** 0.5 == pytest.approx(LENGTHS.step)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@
     min_battery = 50            # percent, checked where there is a battery
     max_load = 0.5              # load average of one minute per core, before training starts
     minutes_per_day = 60          # of training; an unfinished run continues the next day
-    minutes_per_run = 30          # including search and judgement; default: the release's steps, else 30 min
+    minutes_per_run = 30          # including the judgement; default: the release's steps, else 30 min
     method = "zeroth-order"       # or "gradient"; by default the release or the engine decides
     report_loss = "number"        # report a new version's change of the loss as a number, or as one "bit"
     tags = ["canary"]             # operators may choose devices for a new version by these tags

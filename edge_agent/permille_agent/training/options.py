@@ -76,7 +76,7 @@ class TrainOptions:
         seed: seed of the batches and the directions.
         steps: number of steps. On the same machine with the same number of threads, a run of a fixed number
             of steps is reproducible to the bit.
-        minutes: duration of the run, including the search for its settings and the judgement.
+        minutes: duration of the run, including the judgement.
         estimator: `GRADIENT` uses a reverse pass. All other estimators are zeroth order.
         queries: directions per zeroth-order step. For `SPLIT`, the sum over both blocks. 0 for `GRADIENT`.
         start: model to start from. Zeroth-order runs always start at the base.

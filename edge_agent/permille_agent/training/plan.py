@@ -1,8 +1,9 @@
-"""Plan of a run: epsilon, step size and number of steps.
+"""Plan of a run: epsilon, learning rate and number of steps.
+
+The package determines epsilon and the rate of zeroth order (FORMAT 3.6), and the rate of a gradient run.
 
 With a time limit, a few steps and a short evaluation are timed. Then the time is divided:
 
-- about a quarter at most for the search for the step size, which only zeroth order needs,
 - about a fifth of the training time for evaluations,
 - the expected time of the judgement, within bounds,
 - the rest for steps.
@@ -17,22 +18,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from permille.errors import PermilleError
 from permille.training.adam import learning_rate
 from permille_agent.text.rows import Row
 from permille_agent.training.durable_steps import pulled_gradient
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.progress import duration
-from permille_agent.training.run import Run
-from permille_agent.training.step_size import SearchFailed, base_loss, find_epsilon, find_step_size
+from permille_agent.training.run import Run, finite_or_none
 
 EVALUATIONS = 20  # number of evaluations of the select split during a run
 FEWEST_EVALUATIONS = 4  # with fewer, a descent that diverges would be found too late
-TRIAL_SHARE = 10  # a trial has a tenth of the run's steps
-TRIAL_STEPS = (5, 40)  # fewest and most steps of a trial; with a time limit, 2 are the fewest
-SEARCH_SHARE = 0.25  # part of the time that is planned for the search, which may take longer
 EVALUATION_SHARE = 0.2  # part of the training time for evaluations; the fewest are made in any case
 JUDGEMENT_SHARE = (0.05, 0.4)  # smallest and largest part of the time for the judgement
-TRIALS = 4  # number of trials of a typical search
 JUDGED = 3  # number of models that the judgement evaluates: the base, the new one, and often the active one
 # The judgement of a run with a memory takes this many times as long. The state is also judged alone, the
 # memory is read, and four models are evaluated on the select split.
@@ -46,16 +43,24 @@ LEAST_STEPS = 40
 NO_EPSILON = 1.0
 
 
+class RunFailed(PermilleError):  # noqa: N818 - a way for a run to end
+    """This package cannot be trained on this text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossFound:
+    """A loss on the select split, or on the test split of a short text. None if it is not finite."""
+
+    loss: float | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Contents of `plan.json`: all numbers that the steps depend on.
 
     Attributes:
         epsilon: scale of the perturbations.
-        relative_error: relative error of the projected gradients at this epsilon.
         learning_rate: learning rate of the first descent.
-        losses: loss of each trial of the search. The key p stands for the search's first
-            rate times 3**p.
         base_loss: loss of the start on the select split, or on the test split of a short text.
         total_steps: planned number of steps of the first descent. For a short text, this is the first descent
             on the whole text. The learning rate falls over these steps.
@@ -64,9 +69,7 @@ class Plan:
     """
 
     epsilon: float
-    relative_error: float
     learning_rate: float
-    losses: dict[int, float | None]
     base_loss: float
     total_steps: int
     evaluate_every: int
@@ -79,13 +82,11 @@ class Budget:
 
     Attributes:
         steps: number of steps of the run.
-        trial_steps: number of steps of each trial of the search.
         evaluations: approximate number of evaluations.
         limit_s: seconds of working time after which no step is made, or None for no limit.
     """
 
     steps: int
-    trial_steps: int
     evaluations: int
     limit_s: float | None
 
@@ -102,7 +103,7 @@ def make_plan(run: Run) -> Plan:
     """Return the durable plan of a run. The first call makes the plan, and later calls read it.
 
     Raises:
-        SearchFailed: no epsilon or step size works.
+        RunFailed: the first loss is not finite, or all trained weights are 0.
     """
     plan = run.folder.once("plan", Plan, lambda: _plan(run))
     if (words := forecast(run, plan)) is not None:
@@ -112,24 +113,12 @@ def make_plan(run: Run) -> Plan:
 
 def forecast(run: Run, plan: Plan) -> str | None:
     """Describe the duration of a step and the number of steps. Return None for a run without a time limit."""
-    pace, minutes = run.folder.load("search-pace", Pace), run.options.minutes
+    pace, minutes = run.folder.load("pace", Pace), run.options.minutes
     if pace is None or minutes is None:
         return None
     step, steps = duration(pace.step_s * _trainings(run)), plan.total_steps
     most = "" if steps < _most_steps(run) else "; more steps would overfit this text"
     return f"a step takes {step} here: {steps} step{'s' * (steps != 1)} in {minutes:g} minutes{most}"
-
-
-def budget_of_steps(steps: int) -> Budget:
-    """Divide a run of a given number of steps.
-
-    Example:
-        >>> budget_of_steps(200).trial_steps
-        20
-    """
-    low, high = TRIAL_STEPS
-    trial_steps = min(high, max(low, steps // TRIAL_SHARE))
-    return Budget(steps=steps, trial_steps=trial_steps, evaluations=EVALUATIONS, limit_s=None)
 
 
 def budget_of_time(
@@ -138,13 +127,12 @@ def budget_of_time(
     step_s: float,
     evaluation_s: float,
     judgement_s: float,
-    trials: int = TRIALS,
     most_steps: float = math.inf,
 ) -> Budget:
     """Divide a run with a time limit.
 
     Example:
-        >>> budget = budget_of_time(600.0, step_s=1.0, evaluation_s=2.0, judgement_s=10.0, trials=0)
+        >>> budget = budget_of_time(600.0, step_s=1.0, evaluation_s=2.0, judgement_s=10.0)
         >>> budget.steps, budget.limit_s
         (530, 570.0)
 
@@ -153,69 +141,71 @@ def budget_of_time(
         step_s: seconds of one step.
         evaluation_s: seconds of one evaluation on the select split.
         judgement_s: seconds of one model's evaluation on the test split.
-        trials: number of trials in the search for a learning rate. A gradient run has none.
         most_steps: largest number of steps. More steps would overfit the text.
     """
     least, most = JUDGEMENT_SHARE
     kept_s = min(most * available_s, max(least * available_s, JUDGED * judgement_s))
-    trial_steps = 0
-    if trials:
-        trial_s = SEARCH_SHARE * available_s / trials
-        trial_steps = min(TRIAL_STEPS[1], max(2, int((trial_s - evaluation_s) / step_s)))
-    train_s = available_s - kept_s - trials * (trial_steps * step_s + evaluation_s)
+    train_s = available_s - kept_s
     evaluations = int(EVALUATION_SHARE * train_s / evaluation_s)
     evaluations = min(EVALUATIONS, max(FEWEST_EVALUATIONS, evaluations))
     steps = max(1, int((train_s - evaluations * evaluation_s) / step_s))
     return Budget(
         steps=int(min(steps, most_steps)),
-        trial_steps=trial_steps,
         evaluations=evaluations,
         limit_s=available_s - kept_s,
     )
 
 
 def _plan(run: Run) -> Plan:
-    options, losses = run.options, dict[int, float | None]()
-    if options.has_log:
-        probe = find_epsilon(run)
-        epsilon, error = probe.epsilon, probe.relative_error or 0.0
-        budget = _budget(run, epsilon)
-        found = find_step_size(run, epsilon, budget.trial_steps)
-        rate, losses = found.learning_rate, found.losses
-    else:
-        epsilon, error, rate = NO_EPSILON, 0.0, learning_rate(run.package)
-        if not 0 < rate < math.inf:
-            raise SearchFailed(
-                f"All trained weights of the package are 0, so there is no learning rate (got {rate})."
-            )
-        run.progress.phase("measuring the first loss")
-        base_loss(run)  # ends the run if the loss is not finite, before the pace is measured
-        budget = _budget(run, epsilon)
+    epsilon, rate = NO_EPSILON, learning_rate(run.package)
+    if run.options.has_log:
+        lengths = run.package.manifest.lengths
+        header = run.descent(seed=0).header.with_lengths(lengths.perturbation, lengths.step)
+        epsilon, rate = header.epsilon, header.learning_rate
+    elif not 0 < rate < math.inf:
+        raise RunFailed(
+            f"All trained weights of the package are 0, so there is no learning rate (got {rate})."
+        )
+    run.progress.phase("measuring the first loss")
+    first_loss = _first_loss(run)  # ends the run if the loss is not finite, before the pace is measured
+    budget = _budget(run, epsilon)
     little = bool(run.prepared.stages)
     evaluations = FEWEST_EVALUATIONS if little else budget.evaluations
     return Plan(
         epsilon=epsilon,
-        relative_error=error,
-        learning_rate=rate * options.rate_scale,
-        losses=losses,
-        base_loss=base_loss(run),
+        learning_rate=rate * run.options.rate_scale,
+        base_loss=first_loss,
         total_steps=budget.steps,
         evaluate_every=max(1, math.ceil(budget.steps / evaluations)),
         limit_s=None if little else budget.limit_s,
     )
 
 
+def _first_loss(run: Run) -> float:
+    """Return the loss of the start. Only the first call measures it."""
+
+    def measured() -> LossFound:
+        rows = run.prepared.select or run.prepared.test
+        return LossFound(loss=finite_or_none(mean_loss(run.engine, run.first_values(), rows)))
+
+    found = run.folder.once("first-loss", LossFound, measured)
+    if found.loss is None:
+        raise RunFailed("The loss of the base model on this text is not finite.")
+    return found.loss
+
+
 def _budget(run: Run, epsilon: float) -> Budget:
     if run.options.steps is not None:
-        return budget_of_steps(run.options.steps)
-    pace = run.folder.once("search-pace", Pace, lambda: _pace(run, epsilon))
+        # Each second step of a short run is enough: an evaluation may take as long as a step.
+        evaluations = min(EVALUATIONS, max(FEWEST_EVALUATIONS, run.options.steps // 2))
+        return Budget(steps=run.options.steps, evaluations=evaluations, limit_s=None)
+    pace = run.folder.once("pace", Pace, lambda: _pace(run, epsilon))
     rows = run.prepared.select or run.prepared.test
     return budget_of_time(
         60.0 * float(run.options.minutes or 0.0),
         step_s=pace.step_s * _trainings(run),
         evaluation_s=pace.token_s * _tokens(rows),
         judgement_s=pace.token_s * _tokens(run.prepared.test) * (WITH_MEMORY if run.options.memory else 1),
-        trials=TRIALS if run.options.has_log else 0,
         most_steps=_most_steps(run),
     )
 

@@ -29,7 +29,7 @@ class RunProgress(Protocol):
         """Report that a new phase begins."""
 
     def step(self, done: int, total: int, loss: float) -> None:
-        """Report that step `done` of `total` of a descent or a search is made, with the loss of its batch."""
+        """Report that step `done` of `total` of a descent is made, with the loss of its batch."""
 
     def evaluated(self, step: int, loss: float, first_loss: float) -> None:
         """Report the loss on the select split before step `step`, with the loss of the start."""

@@ -5,8 +5,9 @@
     learned.json         groups of a short text (`Document.group`), all of which have trained the state
     consent.json         number of withdrawals of consent when the run began, if its log or state is shared
     engine.json          engine of the run
-    search-*.json        first loss, time of a step, results of the search for epsilon and the step size
-    plan.json            epsilon, step size and number of steps
+    first-loss.json      loss of the start
+    pace.json            time of a step and of an evaluation
+    plan.json            epsilon, learning rate and number of steps
     descent-<n>.journal  step log of a zeroth-order descent (permille.zo.journal)
     descent-<n>.moments  Adam's state of a gradient descent
     descent-<n>.state    best state of a gradient descent (permille.zo.packed_state)
@@ -201,7 +202,7 @@ class RunFolder:
     def once(self, name: str, kind: type[Record], compute: Callable[[], Record]) -> Record:
         """Return the result `name`. If it does not exist, compute and store it first.
 
-        For example, `folder.once("search-base", LossFound, measure)` measures on the first call only.
+        For example, `folder.once("first-loss", LossFound, measure)` measures on the first call only.
         """
         if (known := self.load(name, kind)) is None:
             self.store(name, compute())
@@ -462,12 +463,12 @@ class Run:
         self,
         *,
         seed: int,
-        epsilon: float,
+        epsilon: float = 1.0,
         learning_rate: float = 1.0,
         total_steps: int = 1,
         schedule: Schedule = Schedule.CONSTANT,
     ) -> Descent:
-        """Return the description of a descent. `with_step_unit` must still fit its step unit."""
+        """Return the description of a descent. Its step unit must still be fitted."""
         split, options = None, self.options
         groups = options.estimator in (EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED)
         if options.estimator is EstimatorKind.SPLIT:
@@ -502,12 +503,6 @@ class Run:
             # Projected gradients are linear in the loss, so those of both batches can be added.
             projected_grad_Q = projected_grad_Q + pull_Q
         return rounded_step(loss, projected_grad_Q, descent.header, step, normalised=True)
-
-
-def widest_block(header: LogHeader) -> int:
-    """Return the largest number of directions of a block. In this block, the coefficients are smallest."""
-    sizes: list[int] = [queries.stop - queries.start for queries, _ in header.blocks()]
-    return max(sizes)
 
 
 def finite_or_none(number: float) -> float | None:

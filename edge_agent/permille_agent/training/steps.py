@@ -30,7 +30,6 @@ from permille_agent.training.durable_steps import GradientSteps, LoggedSteps, St
 from permille_agent.training.evaluation import mean_loss
 from permille_agent.training.plan import Plan
 from permille_agent.training.run import Evaluation, Run, finite_or_none
-from permille_agent.training.step_size import with_step_unit
 
 MAX_DESCENTS = 4
 WATCHED_ROWS = 8  # training rows that detect divergence on a short text
@@ -213,7 +212,7 @@ def planned_descent(run: Run, plan: Plan, number: int, total_steps: int) -> Desc
         schedule=Schedule.LINEAR,
     )
     if run.options.has_log:
-        return with_step_unit(descent)
+        return replace(descent, header=descent.header.with_step_unit())
     exponent = unit_exponent(rate)
     if run.start is not None:  # a coarser unit could not represent the start exactly
         exponent = min(exponent, run.start.step_unit_exponent)

@@ -60,7 +60,7 @@ from permille_agent.training.personal import (
     start_state,
     store_state,
 )
-from permille_agent.training.plan import Plan, make_plan
+from permille_agent.training.plan import Plan, RunFailed, make_plan
 from permille_agent.training.run import (
     AgreedTo,
     BegunRun,
@@ -72,7 +72,6 @@ from permille_agent.training.run import (
     open_run,
     prune_runs,
 )
-from permille_agent.training.step_size import SearchFailed
 from permille_agent.training.steps import FAILED, SelectedState, train
 
 KNOWN_TEXT = (
@@ -290,7 +289,7 @@ class _Task:
             )
         except RunInterrupted as exc:
             return _interrupted(run, exc)
-        except SearchFailed as exc:
+        except RunFailed as exc:
             return self._end(run, self._facts(Outcome.FAILED, run.folder, run), str(exc))
         outcome = self._act(run, decision, selected)
         log = lay_out_log(run, selected, decision, self.context)

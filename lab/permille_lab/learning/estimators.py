@@ -17,7 +17,7 @@ from permille.choices import EstimatorKind
 from permille.engines.factory import LIGHT
 from permille.engines.interface import REVERSE_PASSES
 from permille.package.reader import Package
-from permille_agent.embed import SearchFailed, TrainOptions
+from permille_agent.embed import RunFailed, TrainOptions
 from permille_lab.learning.runs import options_for, text_run
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.model_packages import DENSITIES, model_package, sources_from_environment
@@ -63,13 +63,13 @@ def measure(
     *,
     threads: int,
 ) -> Result:
-    """Return the result of one contender's run, or `failed` if the search found no usable step size."""
+    """Return the result of one contender's run, or `failed` if it cannot train."""
     steps = max(1, (options.steps or 1) * DEFAULT.row_passes() // contender.row_passes())
     with tempfile.TemporaryDirectory() as folder:
         run = text_run(package, documents, Path(folder), seed=options.seed, threads=threads, engine=LIGHT)
         try:
             return run.train(replace(options, steps=steps, **asdict(contender)), Path(folder) / "run")
-        except SearchFailed as exc:
+        except RunFailed as exc:
             return {"failed": str(exc)}
 
 

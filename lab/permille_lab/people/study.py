@@ -1,8 +1,8 @@
 """The parts of one person's text, and the agent's training on them.
 
-The search, the steps and the choice of the state are those of the agent. Only the division of the text
-differs. The agent's three splits need at least 5,400 tokens, and it judges shorter text in parts. Here, the
-test and select parts shrink with the text, so that all people have the same three parts.
+The steps and the choice of the state are those of the agent. Only the division of the text differs. The
+agent's three splits need at least 5,400 tokens, and it judges shorter text in parts. Here, the test and
+select parts shrink with the text, so that all people have the same three parts.
 
 # Legend: K masked weights.
 """
@@ -21,7 +21,7 @@ from permille.errors import InputError
 from permille.package.reader import Package
 from permille_agent.embed import (
     Prepared,
-    SearchFailed,
+    RunFailed,
     TextTokenizer,
     TokenizedDocument,
     TrainOptions,
@@ -140,7 +140,7 @@ class Study:
         folder = self.folder / digest.hexdigest()[:16]
         try:
             found = personalise(self.package, self.engine, prepared, options, folder=folder, start_K=start_K)
-        except SearchFailed as exc:
+        except RunFailed as exc:
             base_K = self.package.values() if start_K is None else start_K
             return base_K, {"step": 0, "learning_rate": None, "failed": str(exc)}
         return found.values_K, {"step": found.step, "learning_rate": found.learning_rate}

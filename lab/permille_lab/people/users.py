@@ -5,7 +5,7 @@
 A held-out part of each person's text judges all states. On the rest, the agent trains as its command does
 (`run_training`) and decides whether to adopt. Two other trainings are measured for comparison:
 
-- forward-only: forward passes only. With its search, it takes somewhat more processor time than the agent.
+- forward-only: forward passes only.
 - pooled: the gradient on text of other people, with the same numbers of tokens and steps.
 
 Each seed also divides the text differently. Seconds are processor time and include the evaluations of a run.

@@ -6,7 +6,7 @@ Every cell takes steps on one person's text until the engine has used the budget
 is the loss on held-out text before and after, and the rise of the loss on general text. The first cells
 combine every density and adapter with every kind of step, on the gardener's notes. The other cells change one
 setting at a time: the number of directions, a schedule of such numbers, momentum, or the person. `norm` is
-the length of a step, as defined by the agent's search.
+the length of a step (FORMAT 3.6).
 
 All runs can be replayed: a schedule is a sequence of logs, and momentum is a weight of each coefficient.
 
@@ -71,7 +71,7 @@ class Contender:
         normalised: if True, only the learning rate decides the length of a step. If False, the projected
             gradients also change it, and the rate is scaled by those of the first step.
         first_layer: first decoder layer with trained weights.
-        norm: length of a step, as defined by the agent's search.
+        norm: length of a step (FORMAT 3.6).
         directions: number of forward passes of a step. Several numbers are a schedule: each has an equal
             part of the budget.
         momentum: share of the velocity that remains in the next step.

@@ -25,7 +25,6 @@ from permille.schemas.federations import (
 )
 from permille.training.adam import learning_rate, unit_exponent
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
-from permille.zo.lattice import step_unit_exponent_for
 
 _NO_EPSILON = 1.0  # placeholder in the log header of gradient training, which does not perturb weights
 _LOWER_SHARE = 5  # with the split estimator, one query in five perturbs the lower half of the decoder layers
@@ -36,7 +35,7 @@ def define(package: Package, body: FederationCreate, round_key: Ed25519PublicKey
     """Return the definition of a federation on a package.
 
     Raises:
-        InputError: the options contradict each other, or lack numbers that have to come from a trial run.
+        InputError: the options contradict each other.
         PackageError: the package is damaged.
     """
     schedule, training, aggregation = body.schedule, body.training, body.aggregation
@@ -130,15 +129,7 @@ def _privacy(body: FederationCreate, asked: PrivacyCreate) -> Privacy:
 
 def _header(package: Package, body: FederationCreate) -> LogHeader:
     training, estimator = body.training, _estimator(body.training)
-    rate, epsilon = training.learning_rate, training.epsilon
-    if estimator is EstimatorKind.GRADIENT:
-        rate = rate or learning_rate(package)
-        epsilon = epsilon or _NO_EPSILON
-    if rate is None or epsilon is None:
-        raise InputError(
-            f"{estimator.value} needs learning_rate and epsilon. Use the values that `permille-agent train "
-            f"--method zeroth-order --estimator {estimator.value}` finds on similar text."
-        )
+    perturbs = estimator is not EstimatorKind.GRADIENT
     groups = estimator in (EstimatorKind.GRADIENT, EstimatorKind.ONE_SIDED)
     header = LogHeader(
         package_digest=package.digest,
@@ -147,14 +138,18 @@ def _header(package: Package, body: FederationCreate) -> LogHeader:
         directions=DirectionKind.GROUPS if groups else DirectionKind.RADEMACHER,
         estimator=estimator,
         queries=training.queries,
-        epsilon=epsilon,
-        learning_rate=rate,
+        epsilon=training.epsilon or _NO_EPSILON,
+        learning_rate=training.learning_rate or (1.0 if perturbs else learning_rate(package)),
         schedule=Schedule.CONSTANT,
         total_steps=training.steps * body.schedule.rounds,
         step_unit_exponent=0,
         counts=package.counts,
         split=_split(package, body),
     )
+    if perturbs:
+        own = header.with_lengths(package.manifest.lengths.perturbation, package.manifest.lengths.step)
+        rate, epsilon = training.learning_rate or own.learning_rate, training.epsilon or own.epsilon
+        header = replace(header, learning_rate=rate, epsilon=epsilon)
     # The unit of a round's state is smaller than the unit of a device's integers, by the guard bits.
     exponent = _device_unit(header) - _GUARD_BITS
     return replace(header, step_unit_exponent=exponent)
@@ -179,8 +174,7 @@ def _device_unit(header: LogHeader) -> int:
     """
     if header.estimator is EstimatorKind.GRADIENT:
         return unit_exponent(header.learning_rate)
-    widest = max(queries.stop - queries.start for queries, _ in header.blocks())
-    return step_unit_exponent_for(header.learning_rate, 1.0, widest, header.sigma)
+    return header.with_step_unit().step_unit_exponent
 
 
 def _split(package: Package, body: FederationCreate) -> BlockSplit | None:

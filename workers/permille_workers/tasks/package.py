@@ -53,6 +53,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
         text=_text(context, model.checkpoint, _corpus_of(mask_row, coded)),
         provenance=cast("dict[str, JSON]", {name: origin for name, origin in origins.items() if origin}),
         made=versions("tokenizers"),
+        work=context.work_folder,
         threads=context.settings.threads,
         progress=context.progress,
     )

@@ -13,10 +13,11 @@ from permille.package.reader import Package
 from permille.zo.estimators import Batch, directions_of, estimate
 from permille.zo.header import BlockSplit
 from permille.zo.journal import read_journal
+from permille.zo.lattice import step_unit_exponent_for
 from permille.zo.replay import replay
 from permille_agent.training.options import DEFAULT_QUERIES, TrainOptions, estimator_of
-from permille_agent.training.run import find_run, widest_block
-from permille_agent.training.step_size import STEP_NORM, find_step_size, step_spread
+from permille_agent.training.plan import make_plan
+from permille_agent.training.run import find_run
 from tests.bigram_engine import BigramEngine
 from tests.unit.edge_agent.runs import TINY_RATE, Begin, Device, plan_and_train
 from tests.unit.zo.logs import make_header
@@ -61,13 +62,12 @@ def test_an_adopted_model_is_rebuilt_from_its_log(device: Device) -> None:
 
 def test_the_first_steps_have_one_length_whatever_the_estimator(begin: Begin) -> None:
     run = begin(estimator=EstimatorKind.SPLIT, queries=10)
-    found = find_step_size(run, 1e-3, 2)
-    header = run.descent(seed=0, epsilon=1e-3).header
+    header = run.descent(seed=0).header
     below = header.weights_of(header.blocks()[0][1]).stop
     spread = (below / 2 + (header.k - below) / 8) ** 0.5
-    assert step_spread(header) == pytest.approx(spread)
-    assert found.start * spread == pytest.approx(STEP_NORM)
-    assert widest_block(header) == 8
+    plan, lengths = make_plan(run), run.package.manifest.lengths
+    assert plan.learning_rate * spread == pytest.approx(lengths.step)
+    assert plan.epsilon * header.k**0.5 == pytest.approx(lengths.perturbation)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -88,7 +88,11 @@ def test_a_step_is_as_long_as_predicted(split: bool) -> None:
         moved += float((sum(parts) ** 2).sum())
         # Blocks of equal size: the mean over all queries is the mean square of each block, too.
         felt += float((g_Q**2).mean())
-    assert step_spread(header) == pytest.approx((moved / felt) ** 0.5, rel=0.15)
+    header = header.with_lengths(0.5, 2.0)
+    assert 2.0 / header.learning_rate == pytest.approx((moved / felt) ** 0.5, rel=0.15)
+    # The block with the most directions decides the unit.
+    widest = 8 if split else 10
+    assert header.step_unit_exponent == step_unit_exponent_for(header.learning_rate, 1.0, widest)
 
 
 @pytest.mark.parametrize(

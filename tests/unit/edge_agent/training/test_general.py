@@ -23,7 +23,6 @@ from permille_agent.training.evaluation import GeneralLoss, keep_general
 from permille_agent.training.options import TrainOptions
 from permille_agent.training.personal import personal_state
 from permille_agent.training.run import Run, find_run
-from permille_agent.training.step_size import with_step_unit
 from tests.bigram_engine import BigramEngine
 from tests.unit.edge_agent.runs import QUICK, TINY_RATE, Begin, Device, Killed, plan_and_train
 from tests.unit.edge_agent.training.test_gradient_steps import kill_after
@@ -102,7 +101,8 @@ def test_the_gradient_of_a_step_is_that_of_the_text_and_of_the_pull(begin: Begin
 
 def test_scalars_of_forward_passes_are_pulled_and_their_loss_is_the_users(begin: Begin) -> None:
     run = begin(QUICK)
-    descent = with_step_unit(run.descent(seed=0, epsilon=0.01, learning_rate=0.1))
+    descent = run.descent(seed=0, epsilon=0.01, learning_rate=0.1)
+    descent = replace(descent, header=descent.header.with_step_unit())
     s_K = np.zeros(run.package.k, np.int64)
     own, pulled = (each.take_step(descent, s_K, 2) for each in (run, replace(run, reference=pairs())))
     assert pulled.loss == own.loss

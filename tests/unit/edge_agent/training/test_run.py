@@ -8,6 +8,7 @@ import pytest
 from permille.errors import InputError, OperatorError
 from permille_agent.state.home import Home, open_home
 from permille_agent.training.options import TrainOptions, utc_now
+from permille_agent.training.plan import Pace
 from permille_agent.training.run import (
     BegunRun,
     Evaluation,
@@ -20,7 +21,6 @@ from permille_agent.training.run import (
     open_run,
     prune_runs,
 )
-from permille_agent.training.step_size import Probe
 
 
 @pytest.fixture
@@ -44,25 +44,25 @@ def test_the_same_definition_finds_the_same_run(home: Home) -> None:
 
 def test_a_result_is_computed_once_and_read_back_exactly(home: Home) -> None:
     run = _begin(home)
-    found = Probe(epsilon=1e-300, relative_error=0.1 + 0.2, g_rms=None)
-    assert run.once("probe", Probe, lambda: found) == found
-    assert run.once("probe", Probe, lambda: Probe(epsilon=1.0, relative_error=None, g_rms=None)) == found
-    assert RunFolder(run.path).require("probe", Probe) == found
+    found = Pace(step_s=1e-300, token_s=0.1 + 0.2)
+    assert run.once("pace", Pace, lambda: found) == found
+    assert run.once("pace", Pace, lambda: Pace(step_s=1.0, token_s=1.0)) == found
+    assert RunFolder(run.path).require("pace", Pace) == found
 
 
 def test_a_result_that_fails_is_not_written(home: Home) -> None:
     run = _begin(home)
 
-    def fail() -> Probe:
+    def fail() -> Pace:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run.once("probe", Probe, fail)
-    assert run.load("probe", Probe) is None
-    with pytest.raises(OperatorError, match=r"has no probe\.json"):
-        run.require("probe", Probe)
+        run.once("pace", Pace, fail)
+    assert run.load("pace", Pace) is None
+    with pytest.raises(OperatorError, match=r"has no pace\.json"):
+        run.require("pace", Pace)
     with pytest.raises(ValueError, match="not JSON compliant"):
-        run.store("probe", Probe(epsilon=float("nan"), relative_error=None, g_rms=None))
+        run.store("pace", Pace(step_s=float("nan"), token_s=1.0))
 
 
 def test_evaluations_survive_a_torn_line(home: Home) -> None:

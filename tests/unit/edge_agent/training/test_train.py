@@ -134,7 +134,7 @@ def test_too_little_text_is_refused_and_reported_once(device: Device, tmp_path: 
 def test_losses_that_are_never_finite_end_as_failed(device: Device) -> None:
     result = device.train(engine_of=lambda package: BigramEngine(package, nan_above=0.0))
     assert result.outcome is Outcome.FAILED
-    assert "relative error" in result.message
+    assert "loss of the base model on this text is not finite" in result.message
     assert result.metrics is not None and result.metrics.steps == 0
     assert device.active() == Active(package=device.package.digest)
 
@@ -233,7 +233,7 @@ class _StopsAfter(BigramEngine):
 def test_an_interrupted_run_goes_on_with_the_same_bits(device: Device, tmp_path: Path) -> None:
     whole = device_at(tmp_path / "whole", device.text)
     expected = _end_of(whole.home, whole.train())
-    for calls in (1, 9, 7, 6, 3):
+    for calls in (1, 5, 3, 2):
         stop = threading.Event()
         interrupted = device.train(stop=stop, engine_of=lambda p, s=stop, c=calls: _StopsAfter(p, s, c))
         assert interrupted.outcome is Outcome.INTERRUPTED
