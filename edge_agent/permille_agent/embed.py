@@ -39,7 +39,7 @@ from permille_agent.federation.exchange import TookPart, join_federation, take_p
 from permille_agent.link.install import install
 from permille_agent.local.model import LocalModel, Sampling
 from permille_agent.local.show import show_run
-from permille_agent.state.home import Home, open_home, telling_disk
+from permille_agent.state.home import Home, default_root, open_home, telling_disk
 from permille_agent.state.models import InstalledRelease, active_model, require_active
 from permille_agent.text.documents import Document, Learn
 from permille_agent.text.notes import index_text
@@ -103,6 +103,7 @@ __all__ = [
     "batch_of",
     "compare_answers",
     "compare_losses",
+    "default_root",
     "document_losses",
     "document_rows",
     "evaluation_batches",

@@ -8,7 +8,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import platformdirs
 import typer
 
 from permille.command_names import ProgramGroup
@@ -18,9 +17,7 @@ from permille.plain_text import echo, log_to_stderr
 from permille.version import __version__
 from permille_agent.cli import daemon, device, federations, local, service, train
 from permille_agent.cli.console import EXIT_CODE_HELP, exit_code_of, show_error
-from permille_agent.state.home import telling_disk
-
-HOME_VARIABLE = "PERMILLE_AGENT_HOME"
+from permille_agent.state.home import HOME_VARIABLE, default_root, telling_disk
 
 
 class LogLevel(StrEnum):
@@ -60,13 +57,11 @@ def _settings(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    if home is None:
-        home = platformdirs.user_data_path("permille-agent", appauthor=False)
     # --log-level is for permille's own messages. Libraries log only warnings and errors.
     log_to_stderr(logging.WARNING, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("permille").setLevel(log_level.upper())
     # Make the path absolute, because a service file and child processes name this folder.
-    context.obj = home.expanduser().absolute()
+    context.obj = (home or default_root()).expanduser().absolute()
 
 
 # `--help` lists panels in the order in which their first command is registered.

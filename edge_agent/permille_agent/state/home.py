@@ -18,12 +18,15 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import platformdirs
+
 from permille.errors import OperatorError
 from permille.files import fsync_folder, write_atomic
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
+HOME_VARIABLE = "PERMILLE_AGENT_HOME"
 STATE_LIMIT_BYTES = 16 << 20  # the largest records have one loss per piece of a test split
 CHECKSUM = "sha256"
 _CHUNK_BYTES = 1 << 20
@@ -89,6 +92,12 @@ class Home:
     lock = _Below("agent.lock")  # the one lock of all writers
     daemon_lock = _Below("daemon.lock")  # held by the one daemon of this folder
     rounds_lock = _Below("rounds.lock")  # held while rounds are exchanged with the service
+
+
+def default_root() -> Path:
+    """Return the folder that the environment names, or the one of this user and system."""
+    named = os.environ.get(HOME_VARIABLE)
+    return Path(named) if named else platformdirs.user_data_path("permille-agent", appauthor=False)
 
 
 def open_home(root: Path) -> Home:
