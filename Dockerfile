@@ -22,7 +22,6 @@ COPY permille permille
 COPY service service
 COPY workers workers
 COPY edge_agent edge_agent
-COPY keeper keeper
 COPY extensions extensions
 COPY personal personal
 COPY lab/permille_lab lab/permille_lab

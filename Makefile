@@ -242,14 +242,14 @@ oracle-pruning: $(VENV)/.native  ## Compare our pruning with llm-compressor's, i
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.oracles.pruning .oracle/bin/python $(wildcard $(PERMILLE_MODELS)/*M-hf $(PERMILLE_MODELS)/*K-hf $(PERMILLE_MODELS)/*M)
 
 federation: $(VENV)/.native  ## Run 5 rounds of 20 devices on the real service, with faults (minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --devices 20 --rounds 5 --deadline-s 30 --kills 2
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.secure_sums --rounds 20
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.crashes --trials 500
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rounds.run --devices 20 --rounds 5 --deadline-s 30 --kills 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rounds.secure_sums --rounds 20
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rounds.crashes --trials 500
 
 federation-long: $(VENV)/.native  ## Run 20 rounds of 1,000 devices (an hour or more)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.run --devices 1000 --rounds 20 --kills 6 --deadline-s 120
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.secure_sums --rounds 1000
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.federation.crashes --trials 10000
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rounds.run --devices 1000 --rounds 20 --kills 6 --deadline-s 120
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rounds.secure_sums --rounds 1000
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rounds.crashes --trials 10000
 
 rollout: $(VENV)/.native  ## Roll out one good and four bad versions to 1,000 devices, killing the service's processes (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rollouts.run --devices 1000 --kills 4

@@ -16,10 +16,12 @@ _NAMES = {
     "exports fleet releases trust invitations devices runs models corpora jobs tokens tenants audit "
     "retention blobs",
     "permille-agent": "enroll pull train show compare run install-service policy data generate chat serve "
-    "export status rollback reset forget verify unenroll report privacy share-log share-state",
+    "export status rollback reset forget verify unenroll report share-log share-state",
 }
 ENTRY_POINTS: Final = "permille.commands"
 """The group of entry points of commands that other installed packages add to `permille`."""
+AGENT_ENTRY_POINTS: Final = "permille.agent_commands"
+"""The group of entry points of commands that extensions add to `permille-agent`."""
 KINDS: Final = "permille.kinds"
 """The group of the kinds of jobs of extensions. An entry point has the name of the kind's commands."""
 
@@ -28,9 +30,14 @@ KINDS: Final = "permille.kinds"
 def commands() -> dict[str, frozenset[str]]:
     """Return the commands of each program that the other program does not have."""
     found = {program: frozenset(names.split()) for program, names in _NAMES.items()}
-    for group in (ENTRY_POINTS, KINDS):
-        found["permille"] |= {entry.name for entry in entry_points(group=group)}
-    return found
+    for program, group in (
+        ("permille", ENTRY_POINTS),
+        ("permille", KINDS),
+        ("permille-agent", AGENT_ENTRY_POINTS),
+    ):
+        found[program] |= {entry.name for entry in entry_points(group=group)}
+    both = frozenset.intersection(*found.values())
+    return {program: names - both for program, names in found.items()}
 
 
 class ProgramGroup(TyperGroup):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.api_service import new_run_id, run_metrics, running_api
-from tests.federations import make_site
+from tests.rounds.site import make_site
 from tests.running_service import Running, environment, running_service
 from tests.tiny_model import write_corpus, write_model
 from tests.unit.store.postgres import postgres_url

@@ -21,6 +21,15 @@ def pytest_configure() -> None:
     sys.dont_write_bytecode = False
 
 
+# First, because pytest itself removes the slow tests in this hook.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all attacks as slow: most of them start processes. `make attack` shows them by row."""
+    for item in items:
+        if item.path.parent.name == "attacks":
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Exclude modules and tests from garbage collection.

@@ -25,7 +25,6 @@ from permille.schemas.jobs import JobKind, JobState
 from permille.store import artifacts, audit, devices, inputs, releases, rows, runs, tables, uploads
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, NotFoundError
-from permille.store.federations import rounds
 from permille.store.fleet.comparison import compare
 from permille.store.fleet.summary import summary
 from permille.store.jobs import claims, queue
@@ -259,7 +258,6 @@ CASES: Final[dict[str, Case]] = {
         _begin_upload, *("ix_jobs_device", "ix_runs_device", "ix_uploads_device_id_created_at")
     ),
     "sweep-jobs": Case(claims.sweep, ("ix_jobs_running",)),
-    "sweep-rounds": Case(rounds.sweep, ()),
     "sweep-tokens": _writing(
         devices.purge_expired, *("ix_device_tokens_expires_at", "ix_device_nonces_expires_at")
     ),

@@ -46,13 +46,14 @@ SERVED = (
     "permille_agent.__main__",
     "permille_agent.daemon.training_child",
     "permille_agent.link.install",
-    "permille_keeper",
+    "permille_rounds.keeper",
     "tests.",
 )
 """Beginnings of the names of the modules that are run in forked processes."""
 LEAVES = ("permille_service.__main__", "permille_workers.runtime.child", "permille_agent.link.install")
 """Programs that start none of these."""
-PROGRAMS = ("permille_agent", "permille_keeper", "permille_service", "permille_workers")
+PROGRAMS = ("permille_agent", "permille_service", "permille_workers")
+KEEPER = "permille_rounds.keeper"
 NOT_IMPORTED = (".__main__", ".migrations.env", "._kernels")  # programs, and a library of C
 READ_AT_START = ("LANG", "LC_", "LD_", "HF_", "OMP_", "PYTHON", "TORCH", "TRANSFORMERS")
 """Beginnings of the names of variables that Python or a library reads only when it starts."""
@@ -173,7 +174,7 @@ def _order(args: Any, cwd: Any, env: Any, *, prepare: Any, new_session: bool) ->
 
 
 def _program(module: str) -> str:
-    return f"{module}.__main__" if module in PROGRAMS else module
+    return f"{module}.__main__" if module in (*PROGRAMS, KEEPER) else module
 
 
 def _runs_jobs(order: _Order) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 EXTENSIONS = sorted(path.parent.name for path in (ROOT / "extensions").glob("*/__init__.py"))
 _COPIED = (
-    *("permille", "service", "workers", "edge_agent", "keeper", "personal", "lab", "extensions"),
+    *("permille", "service", "workers", "edge_agent", "personal", "lab", "extensions"),
     *("tests", "scripts"),
     *("docs", "examples", "deploy", "requirements", "pyproject.toml", "constraints.txt", "hatch_build.py"),
     *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Dockerfile", "Makefile", "mkdocs.yml"),

@@ -17,7 +17,7 @@ Answers with passages of the user's text, which the home's index holds:
     with LocalModel(home, EngineChoice(), notes=True) as model:
         generated, pieces = model.reply([("user", "What is my cat called?")], model.variants[0], Sampling())
 
-Rounds of a federation, on an enrolled device:
+Extensions add names, such as these for the rounds of a federation, on an enrolled device:
 
     join_federation(home, "readers")
     took = take_part(home, [Path("notes")])
@@ -25,6 +25,7 @@ Rounds of a federation, on an enrolled device:
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.training.reference import Reference
 from permille.zo.lattice import values
-from permille_agent.federation.exchange import TookPart, join_federation, take_part
+from permille_agent.link.extension import agent_extensions
 from permille_agent.link.install import install
 from permille_agent.local.model import LocalModel, Sampling
 from permille_agent.local.show import show_run
@@ -95,7 +96,6 @@ __all__ = [
     "Sampling",
     "TextTokenizer",
     "TokenizedDocument",
-    "TookPart",
     "TrainOptions",
     "TrainingBatches",
     "active_model",
@@ -109,7 +109,6 @@ __all__ = [
     "evaluation_batches",
     "index_text",
     "install_package",
-    "join_federation",
     "list_runs",
     "mean_loss",
     "memory_tokens",
@@ -123,9 +122,16 @@ __all__ = [
     "require_active",
     "run_training",
     "show_run",
-    "take_part",
     "telling_disk",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return what an extension adds to this interface."""
+    for extension in agent_extensions():
+        if name in extension.embedded:
+            return extension.embedded[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

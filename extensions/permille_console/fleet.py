@@ -1,25 +1,20 @@
-"""Pages of the fleet, of releases and their comparisons, and of federations."""
+"""Pages of the fleet, and of releases and their comparisons."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from fastapi import APIRouter, Response
-from sqlalchemy import select
 
 from permille.schemas.releases import Band, VersionResults
-from permille.store import releases, rows, tables
+from permille.store import releases
 from permille.store.errors import NotFoundError
 from permille.store.fleet.comparison import compare
 from permille.store.fleet.summary import summary
 from permille.store.fleet.versions import results
 from permille_console.rendering import PageRoute, ViewerPage, WatcherPage
-from permille_service.federations.records import present as present_federation
-from permille_service.federations.records import present_round
 from permille_service.fleet.routes import least_for
-from permille_service.parameters import OtherVersion, Paging, ReleaseName, key_of, page_of
+from permille_service.parameters import OtherVersion, Paging, ReleaseName
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
-FederationId = Annotated[str, key_of("fed")]
 BAND_WIDTH = 140
 
 
@@ -96,32 +91,6 @@ def show_release(
         version=version,
         digests={row.version: row.package_digest for row in found.items},
     )
-
-
-@router.get("/federations")
-def show_federations(page: ViewerPage, window: Paging) -> Response:
-    """Show federations, newest first."""
-    with page.service.database.read() as session:
-        found = rows.list_all(session, tables.Federation, tenant_id=page.tenant_id, window=window)
-        federations = page_of(found, lambda row: present_federation(session, row))
-    return page.render("federations", federations=federations)
-
-
-@router.get("/federations/{federation_id}")
-def show_federation(federation_id: FederationId, page: ViewerPage) -> Response:
-    """Show one federation and its newest rounds."""
-    with page.service.database.read() as session:
-        row = rows.get(session, tables.Federation, tenant_id=page.tenant_id, row_id=federation_id)
-        query = select(tables.Round).where(tables.Round.federation_id == federation_id)
-        newest = session.scalars(query.order_by(tables.Round.number.desc()).limit(100))
-        told = [present_round(session, one) for one in newest]
-        federation = present_federation(session, row)
-    gains = [one for one in reversed(told) if one.mean_gain is not None]
-    chart = {
-        "x": [one.number for one in gains],
-        "series": [{"label": "mean gain", "values": [one.mean_gain for one in gains]}],
-    }
-    return page.render("federation", federation=federation, rounds=told, chart=chart)
 
 
 def band_lines(versions: list[VersionResults]) -> dict[tuple[str, int], BandLine]:

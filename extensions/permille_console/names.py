@@ -29,7 +29,7 @@ _LISTED: Final[Mapping[str, Any]] = {
     "groups": tables.DeviceGroup,
 }
 _OBJECT: Final = re.compile(r"/v1/([a-z]+)/([^/]+)")
-_SHOWN: Final = frozenset({"federations", "jobs", "masks", "packages", "releases"})
+_SHOWN: Final = frozenset({"jobs", "masks", "packages", "releases"})
 """The collections of the API whose objects have a page in this package."""
 _NEWEST: Final = Window(limit=rows.MAX_LIMIT)
 

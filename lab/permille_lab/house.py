@@ -22,7 +22,7 @@ from pathlib import Path
 
 from permille_lab.measuring.tables import markdown
 
-PRODUCT = ("permille", "service", "workers", "edge_agent", "keeper", "personal", "extensions")
+PRODUCT = ("permille", "service", "workers", "edge_agent", "personal", "extensions")
 _ROOMS = (*PRODUCT, "lab", "tests", "examples", "scripts")
 _WH = {"what", "which", "whether", "who", "whose", "whom", "how", "why", "where", "when"}
 _LONG_SENTENCE_WORDS = 25

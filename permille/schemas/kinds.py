@@ -12,7 +12,6 @@ from pydantic import Field, TypeAdapter, ValidationError, create_model
 
 from permille.errors import InputError
 from permille.extensions import extensions
-from permille.schemas.federations import RoundRequest
 from permille.schemas.fields import Closed, examples_of
 from permille.schemas.jobs import JobKind
 from permille.schemas.masks import Mask, MaskCreate, ShardRequest
@@ -131,7 +130,6 @@ _OWN: Final = (
 # Jobs that the service or a worker starts, so that no route takes them.
 _STARTED: Final = (
     Kind(kind=JobKind.REPLAY, request=ReplayRequest, collection="runs"),
-    Kind(kind=JobKind.ROUND, request=RoundRequest, collection="federations"),
     Kind(kind=JobKind.SHARD, request=ShardRequest, collection=None),
 )
 _ALL: Final[Mapping[JobKind, Kind]] = {

@@ -141,7 +141,7 @@ def enrol(session: Session, *, code: str, public_key: str, name: str, agent_vers
 def revoke(session: Session, *, tenant_id: str, device_id: str) -> Device:
     """Revoke a device for good, with effect on its next request. Idempotent. Raises NotFoundError.
 
-    The caller must also end the device's memberships in federations (`federations.members.leave`).
+    The caller must also end what the device takes part in (`ServiceExtension.leave`).
     """
     device = rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
     device.revoked_at = device.revoked_at or now(session)
@@ -151,7 +151,7 @@ def revoke(session: Session, *, tenant_id: str, device_id: str) -> Device:
 def unenrol(session: Session, *, tenant_id: str, device_id: str) -> Device:
     """Unenrol a device at its own request. A new invitation lets it come back. Raises NotFoundError.
 
-    The caller must also end the device's memberships in federations (`federations.members.leave`).
+    The caller must also end what the device takes part in (`ServiceExtension.leave`).
     """
     device = rows.get(session, Device, tenant_id=tenant_id, row_id=device_id)
     at = now(session)

@@ -526,7 +526,7 @@ class Run(_Owned, Base):
 
 class Federation(Named):
     """A federation and its current head: the number of rounds, and the digests of history and state.
-    `permille.store.federations` changes these rows.
+    Its extension changes these rows.
     """
 
     __tablename__ = "federations"
@@ -612,7 +612,7 @@ class Participation(_OfTenant, Base):
 
 
 class PrivacyCharge(_OfTenant, Base):
-    """The charge of a device for its contribution to a round. See `permille.store.federations.charges`."""
+    """The charge of a device for its contribution to a round. Its extension changes these rows."""
 
     __tablename__ = "privacy_charges"
     federation_id: Mapped[str] = mapped_column(primary_key=True)

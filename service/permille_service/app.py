@@ -31,8 +31,6 @@ from permille_service.context import Service
 from permille_service.devices import enrolment
 from permille_service.devices import routes as device_routes
 from permille_service.extension import service_extensions
-from permille_service.federations import device_routes as member_routes
-from permille_service.federations import routes as federation_routes
 from permille_service.fleet import routes as fleet_routes
 from permille_service.inputs import corpora, models
 from permille_service.jobs import routes as job_routes
@@ -76,10 +74,6 @@ TAGS: Final = [
     {"name": "devices", "description": "Invitations, enrolment, device tokens, revocation."},
     {"name": "runs", "description": "Reports of devices, and the logs that they share."},
     {"name": "fleet", "description": "Counts of all devices."},
-    {
-        "name": "federations",
-        "description": "Federations, in which many devices train one shared state in rounds.",
-    },
 ]
 _LAST_TAGS: Final = [
     {"name": "storage", "description": "Retention, and the deletion of blobs that nothing refers to."},
@@ -102,8 +96,6 @@ ROUTERS = (
     enrolment.own,
     run_routes.router,
     fleet_routes.router,
-    federation_routes.router,
-    member_routes.router,
 )
 _LAST_ROUTERS: Final = (access_routes.router, storage_routes.router)
 
@@ -182,7 +174,6 @@ def _open_service(settings: Settings) -> Service:
         tenant_streams=Slots(MAX_STREAMS, of_one=MAX_STREAMS_PER_TENANT, calls="streams"),
         heads=Slots(models.MAX_HEADS, of_one=1, calls="registrations of files"),
         trust_keys=keys.TrustKeys(settings.keys_dir),
-        round_keys=keys.RoundKeys(settings.keys_dir),
         # Without a broker, workers find jobs in the database alone.
         dispatcher=CeleryDispatcher(broker.get_secret_value()) if broker else None,
     )

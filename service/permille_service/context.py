@@ -30,7 +30,6 @@ class Service:
     tenant_streams: Slots
     heads: Slots  # files that are read for a registration, by tenant
     trust_keys: keys.TrustKeys
-    round_keys: keys.RoundKeys
     dispatcher: CeleryDispatcher | None  # None: there is no broker, and workers find jobs in the database
     draining: threading.Event = field(default_factory=threading.Event)
     """Set when the process begins to stop."""

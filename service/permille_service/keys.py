@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from securesystemslib.signer import CryptoSigner, Signer
 
@@ -35,7 +35,7 @@ class TrustKeys:
         """Return the tenant's signing keys by key id. Raises OperatorError if a file was changed."""
         found: dict[str, Signer] = {}
         for path in sorted((self._folder / tenant_id).glob("*.key")):
-            key = Ed25519PrivateKey.from_private_bytes(_read_private(path))
+            key = Ed25519PrivateKey.from_private_bytes(read_private(path))
             signer = CryptoSigner(key)
             # A file that was renamed or swapped would sign for the wrong role.
             if signer.public_key.keyid != path.stem:
@@ -49,40 +49,12 @@ class TrustKeys:
     def keep(self, tenant_id: str, key: Ed25519PrivateKey) -> None:
         """Store a new key. Call this before the end of the transaction whose metadata names the key."""
         path = self._folder / tenant_id / f"{CryptoSigner(key).public_key.keyid}.key"
-        _write(path, key.private_bytes_raw())
+        write_private(path, key.private_bytes_raw())
 
     def drop(self, tenant_id: str, key_ids: Iterable[str]) -> None:
         """Delete keys. The caller must have checked that no role names them."""
         for key_id in key_ids:
             (self._folder / tenant_id / f"{key_id}.key").unlink(missing_ok=True)
-
-
-class RoundKeys:
-    """The private keys that sign the heads of federations. Workers have no access to them.
-
-    The head of a federation names its newest round. Each tenant has a folder, and the file of a key is named
-    after its public key.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / "rounds"
-
-    def keep(self, tenant_id: str, key: Ed25519PrivateKey) -> None:
-        """Store a new key. Call this before the end of the transaction that adds its federation."""
-        _write(self._path(tenant_id, key.public_key()), key.private_bytes_raw())
-
-    def read(self, tenant_id: str, public: Ed25519PublicKey) -> Ed25519PrivateKey:
-        """Return the private key. Raises OperatorError if its file is missing or was changed."""
-        path = self._path(tenant_id, public)
-        try:
-            return Ed25519PrivateKey.from_private_bytes(_read_private(path))
-        except FileNotFoundError as exc:
-            raise OperatorError(
-                f"{path}, the key that signs a federation's rounds, is missing. Restore it from a backup."
-            ) from exc
-
-    def _path(self, tenant_id: str, public: Ed25519PublicKey) -> Path:
-        return self._folder / tenant_id / f"{public.public_bytes_raw().hex()}.key"
 
 
 class Seal:
@@ -92,7 +64,7 @@ class Seal:
         path = folder / "answers.key"
         if not path.exists():
             _write_first(path, secrets.token_bytes(KEY_BYTES))
-        self._cipher = AESGCM(_read_private(path))
+        self._cipher = AESGCM(read_private(path))
 
     def close(self, data: bytes, context: str) -> bytes:
         """Encrypt data. `open` needs the same context."""
@@ -105,7 +77,8 @@ class Seal:
         return self._cipher.decrypt(sealed[:NONCE_BYTES], sealed[NONCE_BYTES:], context.encode())
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_private(path: Path, data: bytes) -> None:
+    """Write a key durably. Raises OperatorError if the folder cannot be written."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomic(path, data, mode=0o600)
@@ -113,7 +86,8 @@ def _write(path: Path, data: bytes) -> None:
         raise OperatorError(f"the folder of keys cannot be written: {exc.strerror}") from exc
 
 
-def _read_private(path: Path) -> bytes:
+def read_private(path: Path) -> bytes:
+    """Read a key. Raises OperatorError if other users can read it, or if it is damaged."""
     mode = path.stat().st_mode & 0o777
     if mode & 0o007:
         raise OperatorError(f"Other users can read {path} (mode {mode:04o}). Run: chmod 600 {path}")

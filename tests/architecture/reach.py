@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = (".", "service", "workers", "edge_agent", "keeper", "personal", "lab", "extensions")
+ROOMS = (".", "service", "workers", "edge_agent", "personal", "lab", "extensions")
 TRAINING = "permille_agent.cli.train"
 BUILD = "permille_service.work.routes"
 

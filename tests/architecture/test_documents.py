@@ -17,7 +17,6 @@ READERS = (
     "service",
     "workers",
     "edge_agent",
-    "keeper",
     "personal",
     "lab",
     "extensions",

@@ -34,7 +34,7 @@ class Gate:
         if name.partition(".")[0] in others:
             raise ModuleNotFoundError(f"not in the locked file: {name}", name=name)
 
-for room in ("edge_agent", "keeper", "personal", "service", "workers", "extensions", "."):
+for room in ("edge_agent", "personal", "service", "workers", "extensions", "."):
     sys.path.insert(0, str(Path(root, room)))
 sys.meta_path.insert(0, Gate())
 

@@ -6,22 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import permille
+import permille_rounds
 from permille_agent.link import enrolment, pull, trust
 from permille_rollouts.agent import participation
 from tests.attacks import (
     test_logs,
     test_memories,
     test_packages,
-    test_private_rounds,
     test_programs,
     test_references,
-    test_rounds,
     test_states,
     test_trust_device,
 )
 from tests.rollouts.agent import test_participation
+from tests.rounds.attacks import test_private_rounds, test_rounds
 
 LIBRARY = Path(permille.__file__).parent
+ROUNDS = Path(str(permille_rounds.__file__)).parent
 # It reads files whose content the format does not define (FORMAT 3.3).
 OPAQUE = LIBRARY / "tokenizer_files.py"
 TRUST = [Path(str(module.__file__)) for module in (enrolment, participation, pull, trust)]
@@ -33,8 +34,9 @@ def documented_codes() -> set[str]:
 
 
 def raised_codes() -> Iterator[str]:
-    """Yield the codes of all `PackageError(...)` calls in the library and in the agent's trust modules."""
-    yield from _codes(*sorted(set(LIBRARY.rglob("*.py")) - {OPAQUE}), *TRUST)
+    """Yield the codes of all `PackageError(...)` calls in the library, rounds and the agent's trust."""
+    library = set(LIBRARY.rglob("*.py")) | set(ROUNDS.rglob("*.py"))
+    yield from _codes(*sorted(library - {OPAQUE}), *TRUST)
 
 
 def _codes(*paths: Path) -> Iterator[str]:

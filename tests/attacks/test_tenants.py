@@ -19,7 +19,7 @@ from permille_workers.runtime.child import attempt
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.tasks import TASKS
 from tests.api_service import Api, new_run_id, run_metrics, running_api
-from tests.federations import SMALL, make_site, request_of
+from tests.rounds.site import SMALL, make_site, request_of
 from tests.tiny_model import write_corpus, write_model
 
 SPY = "spy"

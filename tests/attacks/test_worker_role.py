@@ -22,7 +22,7 @@ from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.supervisor import Shutdown
 from permille_workers.runtime.sweeper import Sweeper
 from tests.api_service import Api, running_api
-from tests.federations import make_site, run_one
+from tests.one_job import run_one
 from tests.tiny_model import write_corpus, write_model
 from tests.unit.store.postgres import Server, postgres_server
 from tests.worker_role import ROLE, make_role
@@ -188,17 +188,6 @@ def test_jobs_of_all_kinds_succeed(place: Place) -> None:
     sweep(place)
     assert api.get("/v1/packages").json()["items"] == []
     assert api.get("/v1/audit?after=0&limit=200").json()[-1]["action"] == "apply_retention"
-
-
-def test_rounds_advance(place: Place) -> None:
-    api = place.api
-    site = make_site(api, members=3, name="roled")
-    for member in site.members:
-        assert site.take_part(member).status_code == 202
-    sweep(place, 3601)
-    while run_one(place.worker):
-        sweep(place)
-    assert site.round(0)["state"] == "published"
 
 
 @pytest.mark.attack(

@@ -23,10 +23,10 @@ from permille.zo.lattice import state_digest
 from permille.zo.log import decode_canonical, encode_canonical
 from permille.zo.records import StepFlag, StepRecord
 from permille.zo.replay import replay
-from tests import federations
 from tests.api_service import Api, TestDevice, run_metrics
 from tests.chaos.site import Site
 from tests.packages import TINY_LLAMA
+from tests.rounds import site as federations
 from tests.tiny_model import write_corpus, write_model
 
 MODEL: Final = {

@@ -14,7 +14,7 @@ import psycopg
 from tests.bucket_site import Fault, Gate
 from tests.chaos.processes import API_STEPS, CHILD_STEPS, HARMED, STORE_FAULTS, WORKER_STEPS
 from tests.chaos.site import LEASE_S, Site, flush, send
-from tests.federation.run import descendants
+from tests.rounds.run import descendants
 
 JOBS_A_FAULT: Final = 5
 _SPARED_S: Final = 30.0

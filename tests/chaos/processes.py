@@ -130,9 +130,9 @@ def spoil_store() -> None:
 
 def api() -> int:
     """Run the API."""
+    from permille_rounds.service import device_routes
     from permille_service import __main__ as api_process
     from permille_service import creation
-    from permille_service.federations import device_routes
     from permille_service.runs import routes
 
     arm({**_IN_API, "api-tells-workers": (creation, "dispatch", False)})

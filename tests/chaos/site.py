@@ -23,9 +23,9 @@ from permille_workers.runtime.settings import WorkerSettings
 from tests.bucket_site import Gate
 from tests.chaos.bucket import kept_bucket, save
 from tests.chaos.processes import API_STEPS, CHILD_STEPS, HARMED_AGENT, STORE_FAULTS, WORKER_STEPS
-from tests.federation.run import descendants
 from tests.integration.job_site import Redis
 from tests.ports import free_port
+from tests.rounds.run import descendants
 from tests.running_service import environment
 from tests.unit.store.postgres import Server
 from tests.worker_role import ROLE, make_role, with_role

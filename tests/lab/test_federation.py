@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from permille.federation.definition import Definition
 from permille.zo.lattice import values
 from permille_agent.embed import document_rows, package_tokenizer, packed_rows, read_documents
 from permille_lab.federation.clients import Client
@@ -15,6 +14,7 @@ from permille_lab.federation.page import tables
 from permille_lab.federation.references import VALUES, averaged
 from permille_lab.federation.simulation import Plan, World, federate
 from permille_lab.measuring.cells import Cells
+from permille_rounds.definition import Definition
 from tests.bigram_engine import BigramEngine
 from tests.packages import sentences, tiny_package
 

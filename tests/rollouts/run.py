@@ -51,7 +51,7 @@ from permille_agent.state.models import installed_release
 from permille_rollouts.agent.participation import MAX_ATTEMPTS, finish, note_failure, read_standing
 from permille_rollouts.offer import ReportCode, place_of
 from tests.api_service import running_api
-from tests.federation.run import Site
+from tests.rounds.run import Site
 
 KINDS = ("good", "install", "crash", "silent", "worse")
 # First wave in percent, then the standard deviation and the harm of a bad version in nats.

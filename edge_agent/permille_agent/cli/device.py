@@ -247,7 +247,7 @@ def forget(
     service, and leaves all federations. If the service cannot be reached now, the next `permille-agent
     run` tells it.
     """
-    from permille_agent.cli.federations import tell_service
+    from permille_agent.link.extension import choices
     from permille_agent.link.forget import PROMISE, forget_run
     from permille_agent.link.forget import forget as erase
 
@@ -263,14 +263,14 @@ def forget(
         erased = erase(home)
         waiting = _delete_uploaded(context, erased.deletions_waiting)
     # Call this after the writers' lock is released, because an exchange of rounds needs only its own lock.
-    left_told = not erased.federations_left or tell_service(home)
+    told = [one.tell_service(home) for one in choices()] if erased.federations_left else []
     document = {
         "files_erased": erased.files,
         "bytes_overwritten": erased.size_bytes,
         "uploaded_logs_deleted": erased.deletions_waiting - waiting,
         "uploaded_logs_to_delete": waiting,
         "federations_left": erased.federations_left,
-        "service_told_of_leaving": left_told,
+        "service_told_of_leaving": all(told),
         "limits": PROMISE,
     }
     show(document, as_json=as_json)

@@ -5,18 +5,19 @@ import logging
 import re
 import sys
 from enum import StrEnum
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from permille.command_names import ProgramGroup
+from permille.command_names import AGENT_ENTRY_POINTS, ProgramGroup
 from permille.errors import PermilleError
 from permille.exits import ExitCode
 from permille.plain_text import echo, log_to_stderr
 from permille.version import __version__
-from permille_agent.cli import daemon, device, federations, local, service, train
-from permille_agent.cli.console import EXIT_CODE_HELP, exit_code_of, show_error
+from permille_agent.cli import daemon, device, local, service, train
+from permille_agent.cli.console import EXIT_CODE_HELP, SHARING, exit_code_of, show_error
 from permille_agent.state.home import HOME_VARIABLE, default_root, telling_disk
 
 
@@ -72,9 +73,15 @@ for register in (
     daemon.register,
     device.register,
     service.register_upkeep,
-    federations.register,
 ):
     register(app)
+# An entry point is a function with options for typer, or a group of commands. It is imported at each start,
+# so it must import heavy modules only when it runs.
+for _entry in sorted(entry_points(group=AGENT_ENTRY_POINTS), key=lambda entry: entry.name):
+    if isinstance(_found := _entry.load(), typer.Typer):
+        app.add_typer(_found, name=_entry.name, rich_help_panel=SHARING)
+    else:
+        app.command(_entry.name, rich_help_panel=SHARING)(_found)
 
 
 def _unwrap(group: typer.Typer) -> None:

@@ -12,9 +12,7 @@ from rich.text import Text
 
 from permille.errors import PermilleError
 from permille.training.strength import EIGHTHS
-from permille_agent.cli.federations import document_of
 from permille_agent.daemon.state import DaemonState, read_daemon_state
-from permille_agent.federation.membership import memberships
 from permille_agent.link.enrolment import load_enrolment
 from permille_agent.link.extension import agent_extensions
 from permille_agent.link.report import RUN_ID, Delivery, read_report
@@ -67,9 +65,8 @@ class Status:
         names = sorted(path.stem for path in home.reports.glob("*.json") if RUN_ID.fullmatch(path.stem))
         reports = [self._read(partial(read_report, home, name), None) for name in names]
         self.reports = [report for report in reports if report is not None]
-        federations = [self._read(partial(document_of, each), None) for each in memberships(home)]
-        self.federations = [found for found in federations if found is not None]
-        self.lines = {one.name: self._read(partial(one.status, home), None) for one in agent_extensions()}
+        self.lines = [(one, self._read(partial(one.status, home), None)) for one in agent_extensions()]
+        self._damaged |= {what: None for _, line in self.lines if line for what in line.damaged}
         self.daemon = self._read(lambda: read_daemon_state(home), DaemonState())
 
     @property
@@ -129,8 +126,7 @@ class Status:
                 "refused": [{"run_id": r.run_id, "reason": r.reason} for r in self.reports if r.reason],
                 "uploaded_logs": [r.run_id for r in self.reports if r.log_delivery is Delivery.SENT],
             },
-            "federations": self.federations,
-            **{name: line and line.document for name, line in self.lines.items()},
+            **{one.name: line and line.document for one, line in self.lines},
             "daemon": {
                 "last_poll": daemon.last_poll or None,
                 "minutes_used_today": round(daemon.minutes_used(datetime.now().astimezone().date()), 1),
@@ -171,8 +167,7 @@ class Status:
             ("learns", f"of conversations: {self.learn.value}" if self.learn else ""),
             ("reports", f"{self._pending()} waiting, {len(refused)} refused" if enrolment else ""),
             ("refused because", "\n".join(dict.fromkeys(refused))),  # each reason once, in order
-            ("rounds", "\n".join(map(_round_words, self.federations))),
-            *((name, line.words if line else "") for name, line in self.lines.items()),
+            *((one.title, line.words if line else "") for one, line in self.lines),
             ("shares logs", "yes" if self.consent.share_log else "no"),
             ("shares states", "yes" if self.consent.share_state else "no"),
             (
@@ -212,13 +207,3 @@ class Status:
             words = f"{words}, with {strength_words(decision.strength, decision.fault)}"
         # Only a text that is long enough for three splits has a select split.
         return words if metrics.select_tokens else f"{words} (little text, judged part by part)"
-
-
-def _round_words(federation: dict[str, object]) -> str:
-    words = (
-        f"{federation['name']}: after round {federation['rounds_done']}, "
-        f"{federation['sent']} contributions sent"
-    )
-    if federation["last"]:
-        words = f"{words}, the last one (round {federation['last_round']}) {federation['last']}"
-    return f"{words}; waits: {federation['waiting_for']}" if federation["waiting_for"] else words

@@ -14,23 +14,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from permille.errors import InputError, OperatorError, PermilleError, RetryableError
 from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
 from permille_agent.daemon.training_child import (
     READY,
+    AssignedTraining,
     ChildDiedError,
-    RoundRequest,
     TrainingRequest,
     train_in_child,
 )
-from permille_agent.federation.exchange import exchange
-from permille_agent.federation.part import RoundPart, waiting_part
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Connect, connect, open_api, require_enrolment
-from permille_agent.link.extension import version_choices
+from permille_agent.link.extension import Assignment, Assignments, assignments, version_choices
 from permille_agent.link.pull import pull
 from permille_agent.link.report import collect_reports, deliver
 from permille_agent.link.verify import verify
@@ -60,7 +59,7 @@ LONGEST_PAUSE_S = 24 * 3600.0
 log = logging.getLogger("permille.agent")
 
 Train = Callable[[Home, TrainingRequest, Callable[[], bool]], str]
-TrainPart = Callable[[Home, RoundRequest, Callable[[], bool]], str]
+TrainAssigned = Callable[[Home, AssignedTraining, Callable[[], bool]], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,7 @@ class World:
 
     connection: Connect = connect
     train: Train = train_in_child
-    train_part: TrainPart = train_in_child
+    train_assigned: TrainAssigned = train_in_child
     machine: Callable[[], PowerAndLoad] = read_machine
     now: Callable[[], datetime] = lambda: datetime.now().astimezone()
     monotonic: Callable[[], float] = time.monotonic
@@ -142,7 +141,7 @@ class Daemon:
             self._poll()
         finally:
             trained = 0
-            while trained < 2 and self.train_if_wanted():  # a part of a round, then a personal run
+            while trained < 2 and self.train_if_wanted():  # an assigned training, then a personal run
                 trained += 1
                 self._poll()
             if not trained:
@@ -166,10 +165,10 @@ class Daemon:
     def train_if_wanted(self) -> bool:
         """Train if there is something new and the policy allows it. Return whether a training finished.
 
-        Training for a round comes before a personal run.
+        An assigned training, such as for a round, comes before a personal run.
         """
-        part, wanted = self._waiting_part(), self._wanted()
-        if (part is None and wanted is None) or self._stop.is_set():
+        assigned, wanted = self._assigned(), self._wanted()
+        if (assigned is None and wanted is None) or self._stop.is_set():
             return False
         try:
             policy = read_policy(self._home)
@@ -190,13 +189,13 @@ class Daemon:
         if reasons:
             log.debug("training waits: %s", "; ".join(reasons))
             return False
-        if part is not None:
-            return self._take_part(policy, part)
+        if assigned is not None:
+            return self._train_assigned(policy, *assigned)
         return wanted is not None and self._train(policy, wanted)
 
     def _why_not(self) -> str:
         """Describe why nothing was trained."""
-        if self._wanted() is not None or self._waiting_part() is not None:
+        if self._wanted() is not None or self._assigned() is not None:
             state = read_daemon_state(self._home)
             return "; ".join(state.waiting_for) or "`permille-agent status` says why"
         if not read_references(self._home):
@@ -216,7 +215,8 @@ class Daemon:
 
         with open_api(self._home, connection=self._world.connection) as api:
             # Exchange before taking the writers' lock, because a training may hold that lock for hours.
-            run(self._exchange)
+            for source in assignments().values():
+                run(partial(self._exchange, source))
             with hold_lock(self._home, "run"):
                 for step in (self._collect, self._deliver, self._pull, self._mend_packages):
                     run(step)
@@ -242,37 +242,37 @@ class Daemon:
         if pulled.text_rules:
             log.warning("the tokenizer has changed: %s", pulled.text_rules)
 
-    def _exchange(self, api: DeviceApi) -> None:
-        """Fetch news of the rounds, send finished contributions, and ask for invitations."""
+    def _exchange(self, source: Assignments, api: DeviceApi) -> None:
+        """Send results of assigned trainings, and ask for new ones."""
         try:
-            with hold_lock(self._home, "federations", of=self._home.rounds_lock):
-                has_text = bool(read_references(self._home))
-                done = exchange(self._home, api, now=self._world.now(), has_text=has_text)
-        except LockedError as exc:
-            log.info("rounds wait: %s", exc)
-            return
+            has_text = bool(read_references(self._home))
+            source.exchange(self._home, api, now=self._world.now(), has_text=has_text)
         finally:
             # Also after a failed exchange, so that it is not repeated at once.
             self._next_exchange = self._world.monotonic() + POLL_S
-        if done.sent or done.invited:
-            log.info("rounds: %d contributions sent, %d invitations", done.sent, done.invited)
 
     def exchange_meanwhile(self) -> bool:
-        """Exchange rounds during a training. Return whether the training should stop for a round."""
-        if self._world.monotonic() >= self._next_exchange:
+        """Exchange during a training. Return whether the training should stop for an assigned one."""
+        due = self._world.monotonic() >= self._next_exchange
+        for name, source in assignments().items() if due else ():
             try:
                 with telling_disk(), open_api(self._home, connection=self._world.connection) as api:
-                    self._exchange(api)
+                    self._exchange(source, api)
             except Exception as exc:  # noqa: BLE001 - the training goes on after any failure
-                log.warning("rounds: %s", _loggable(exc))
-        return self._waiting_part() is not None
+                log.warning("%s: %s", name, _loggable(exc))
+        return self._assigned() is not None
 
-    def _waiting_part(self) -> RoundPart | None:
-        try:
-            return waiting_part(self._home, self._world.now()) if read_references(self._home) else None
-        except PermilleError as exc:
-            log.warning("rounds: %s: %s", type(exc).__name__, exc)
-            return None
+    def _assigned(self) -> tuple[str, Assignment] | None:
+        """Return the next assigned training, with the name of its extension."""
+        for name, source in assignments().items():
+            try:
+                if not read_references(self._home):
+                    return None
+                if (found := source.waiting(self._home, now=self._world.now())) is not None:
+                    return name, found
+            except PermilleError as exc:
+                log.warning("%s: %s: %s", name, type(exc).__name__, exc)
+        return None
 
     def _mend_packages(self, api: DeviceApi) -> None:
         """Check the packages for damage once a day, and repair it before a damaged block is needed."""
@@ -296,31 +296,29 @@ class Daemon:
             wanted = f"{wanted} {adopted.start}"
         return None if wanted == read_daemon_state(self._home).trained else wanted
 
-    def _take_part(self, policy: Policy, part: RoundPart) -> bool:
-        """Train for a round. Return whether the contribution is ready to be sent."""
-        membership, number = part.membership, int(part.path.name)
-        request = RoundRequest(
-            federation=membership.path.name,
-            number=number,
+    def _train_assigned(self, policy: Policy, extension: str, assigned: Assignment) -> bool:
+        """Do an assigned training. Return whether its result is ready to be sent."""
+        request = AssignedTraining(
+            extension=extension,
+            order=assigned.order,
             data_paths=read_references(self._home),
             engine=self._engine,
         )
-        log.info("round %d of %s starts", number, membership.path.name[:12])
+        log.info("%s starts", assigned.name)
         try:
-            # Leaving the federation erases this folder, which ends the training.
-            with self._metered(policy, part.path.is_dir) as keep_going:
-                outcome = self._world.train_part(self._home, request, keep_going)
+            with self._metered(policy, assigned.is_wanted) as keep_going:
+                outcome = self._world.train_assigned(self._home, request, keep_going)
         except LockedError as exc:
-            log.info("the round waits: %s", exc)
+            log.info("%s waits: %s", assigned.name, exc)
             return False
         except PermilleError as exc:
             if isinstance(exc, RetryableError):
                 self._put_off(exc)
-            elif part.path.is_dir():  # without the folder, the user has left
-                log.warning("round %d: `permille-agent federations status` says why it failed", number)
-                membership.end(number, f"failed: {exc}")
+            elif assigned.is_wanted():
+                log.warning("%s: `permille-agent status` says why it failed", assigned.name)
+                assigned.fail(exc)
             return False
-        log.info("round %d ended: %s", number, outcome)
+        log.info("%s ended: %s", assigned.name, outcome)
         return outcome == READY
 
     def _train(self, policy: Policy, wanted: str) -> bool:

@@ -60,21 +60,21 @@ class TrainingRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundRequest:
-    """Request of the daemon to train for a round. `federation` is the name of the federation's folder."""
+class AssignedTraining:
+    """Request of the daemon for an assigned training (`link/extension.py`)."""
 
-    federation: str
-    number: int
+    extension: str
+    order: str
     data_paths: tuple[Path, ...]
     engine: str = AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """The line that the child reads: a request for a personal run, or to train for a round."""
+    """The line that the child reads: a request for a personal run, or for an assigned training."""
 
     home: Path
-    request: TrainingRequest | RoundRequest
+    request: TrainingRequest | AssignedTraining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +88,12 @@ class _Answer:
 
 
 def train_in_child(
-    home: Home, request: TrainingRequest | RoundRequest, keep_going: Callable[[], bool]
+    home: Home, request: TrainingRequest | AssignedTraining, keep_going: Callable[[], bool]
 ) -> str:
     """Train in a child process and return the outcome of the run.
 
-    The outcome is a value of `permille.schemas.runs.Outcome`, or `READY` for a round whose contribution is
-    complete. An unfinished round gives `interrupted`.
+    The outcome is a value of `permille.schemas.runs.Outcome`, or `READY` for an assigned training
+    whose result is complete. An unfinished one gives `interrupted`.
 
     Args:
         home: the home folder.
@@ -137,22 +137,20 @@ def run_child(stdin: TextIO, stdout: TextIO) -> None:
 
 def _train(order: _Order, stop: threading.Event) -> str:
     home = open_home(order.home)
-    if isinstance(order.request, RoundRequest):
-        return _train_part(home, order.request, stop)
+    if isinstance(order.request, AssignedTraining):
+        return _train_assigned(home, order.request, stop)
     return _train_personal(home, order.request, stop)
 
 
-def _train_part(home: Home, request: RoundRequest, stop: threading.Event) -> str:
-    from permille_agent.federation.part import find_part, train_part
-    from permille_agent.link.enrolment import require_enrolment
+def _train_assigned(home: Home, request: AssignedTraining, stop: threading.Event) -> str:
+    from permille_agent.link.extension import assignments
     from permille_agent.training.options import RunContext
     from permille_agent.training.progress import LiveProgress
 
-    _, identity = require_enrolment(home)
     with hold_lock(home, "run"), LiveProgress(home) as progress:
         context = RunContext(stop=stop, progress=progress, engine_of=EngineChoice(name=request.engine))
-        part = find_part(home, request.federation, request.number)
-        return READY if train_part(home, part, request.data_paths, identity, context) else "interrupted"
+        source = assignments()[request.extension]
+        return READY if source.train(home, request.order, request.data_paths, context) else "interrupted"
 
 
 def _train_personal(home: Home, request: TrainingRequest, stop: threading.Event) -> str:

@@ -11,16 +11,16 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from permille.errors import InputError, OperatorError
 from permille.files import fsync_folder
-from permille_agent.federation.membership import memberships, take_back
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import AccessRefusedError, RequestRefusedError
+from permille_agent.link.extension import choices
 from permille_agent.link.report import (
     RUN_ID,
     Delivery,
@@ -70,7 +70,8 @@ def forget(home: Home) -> Erased:
     `deliver` requests the deletions, and an exchange of rounds tells the service which federations were left.
 
     Raises:
-        OperatorError: a file cannot be erased. Calling again continues.
+        OperatorError: a file cannot be erased. Calling again continues. Or the extension that can withdraw a
+            choice is not installed.
     """
     files = size_bytes = 0
     deletions = _deletions(home)
@@ -78,14 +79,14 @@ def forget(home: Home) -> Erased:
         # Consent is withdrawn first, so that no upload can follow a kill in the middle.
         if home.consent.exists():
             set_sharing(home, log=False, state=False)
-        left = _choices_taken_back(home)
+        left = _withdrawn(home)
         for path, run_id in deletions.items():
             size_bytes += _keep_deletion(path, run_id)
         for path in _erasable(home):
             if path not in deletions and path not in left:
                 size_bytes += erase(path)
                 files += 1
-        _remove_folders(home)
+        _remove_folders(home, {folder for path in left for folder in path.parents})
     except OSError as exc:
         raise OperatorError(f"Cannot erase the files in {home.root}: {exc}") from exc
     # Folders that every command expects are made again.
@@ -95,14 +96,22 @@ def forget(home: Home) -> Erased:
     )
 
 
-def _choices_taken_back(home: Home) -> set[Path]:
-    """Leave all federations. Return the files that must stay until the service has been told."""
-    left = set()
-    for membership in memberships(home):
-        with suppress(OperatorError):  # a damaged choice is no consent, so its file can be erased
-            take_back(membership)
-            left.add(membership.path / "joined.json")
-    return left
+def _withdrawn(home: Home) -> set[Path]:
+    """Withdraw all choices to take part in rounds. Return the files that must stay until the service knows.
+
+    Raises:
+        OperatorError: no installed extension can withdraw a choice.
+    """
+    made = set(home.federations.glob("*/joined.json"))
+    found = {path: stays for one in choices() for path, stays in one.withdraw(home).items()}
+    # Without its file, nobody would tell the service of the withdrawal.
+    if left := sorted(made - found.keys()):
+        raise OperatorError(
+            f"Nothing was erased. {left[0]} is your choice to take part in a federation, and the part of "
+            "permille that can tell the service of your withdrawal is not installed. Install all of permille "
+            "again, then repeat `permille-agent forget`."
+        )
+    return {path for path, stays in found.items() if stays}
 
 
 def forget_run(home: Home, name: str) -> Erased:
@@ -262,15 +271,11 @@ def _erasable(home: Home) -> Iterator[Path]:
                 yield path
 
 
-def _remove_folders(home: Home) -> None:
+def _remove_folders(home: Home, left: Collection[Path]) -> None:
+    """Remove all folders but those of `left`, which hold choices that the service must still be told."""
     for folder, _folders, _names in os.walk(home.root, topdown=False, followlinks=False):
         path = Path(folder)
-        kept = path in (home.root, home.partial, home.reports) or _leaves(home, path)
+        kept = path in (home.root, home.partial, home.reports, *left)
         if not kept and not {home.blobs, home.trust} & {path, *path.parents}:
             path.rmdir()
     fsync_folder(home.root)
-
-
-def _leaves(home: Home, path: Path) -> bool:
-    """Return whether a folder contains a choice to leave that the service does not know yet."""
-    return home.federations in (path, *path.parents) and any(path.rglob("joined.json"))

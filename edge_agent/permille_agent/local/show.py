@@ -10,7 +10,6 @@ training.
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from jinja2 import Environment, StrictUndefined
 
 from permille.errors import OperatorError, PackageError, PermilleError
 from permille.files import write_atomic
-from permille_agent.federation.membership import memberships
+from permille_agent.link.extension import agent_extensions
 from permille_agent.link.report import Delivery, read_report
 from permille_agent.local.compare import (
     continue_prompt,
@@ -104,7 +103,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         f"{metrics.peak_rss_bytes >> 20} MiB at most",
         learn=folder.require("run", BegunRun).definition.options.learn.value,
         left=_left_the_device(home, folder),
-        rounds=_rounds(home),
+        sent={one.name: one.sent(home) for one in agent_extensions()},
         run=folder.name,
         skipped=source.bad_rows[:SHOWN_EXAMPLES],
     )
@@ -219,18 +218,6 @@ def _parts(train: int, select: int, test: int) -> str:
     if not select:
         return f"{train} tokens to train. {test} of them judged the model before it trained on them"
     return f"{train} tokens to train, {select} to select the state, {test} to judge it"
-
-
-def _rounds(home: Home) -> str:
-    """Describe the contributions to rounds, by federation."""
-    found = []
-    for membership in memberships(home):
-        with suppress(OperatorError):
-            name, standing = membership.choice().name, membership.standing()
-            found.append(
-                f"contributions of integers to {name}: {standing.sent} (finished rounds: {standing.number})"
-            )
-    return "; ".join(found)
 
 
 def _left_the_device(home: Home, folder: RunFolder) -> str:

@@ -34,4 +34,6 @@ def status(home: Home) -> Line | None:
     )
 
 
-EXTENSION: Final = AgentExtension(name="rollout", status=status, versions=participation, packages=packages)
+EXTENSION: Final = AgentExtension(
+    name="rollout", title="rollout", status=status, versions=participation, packages=packages
+)

@@ -23,9 +23,6 @@ from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind
 from permille.engines.factory import open_engine
-from permille.federation.catch_up import pack_state
-from permille.federation.definition import Rule
-from permille.privacy.rules import Privacy, PrivacyMode
 from permille.training.adam import RATE, Moments, adam_step, learning_rate, unit_exponent
 from permille.zo.lattice import values
 from permille_agent.embed import TrainingBatches
@@ -36,6 +33,9 @@ from permille_lab.federation.simulation import Attack, Outcome, Plan, World, fed
 from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
 from permille_lab.measuring.machine import machine
 from permille_lab.measuring.model_packages import Sources, model_package, sources_from_environment
+from permille_rounds.catch_up import pack_state
+from permille_rounds.definition import Rule
+from permille_rounds.privacy.rules import Privacy, PrivacyMode
 
 MODEL = "stories260K-hf"
 DEVICES, COHORT, ROUNDS = 20, 5, 6

@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from permille.choices import EstimatorKind
-from permille.federation.definition import Definition
 from permille.training.adam import RATE, learning_rate, unit_exponent
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import step_unit_exponent_for
 from permille_lab.federation.clients import ROW_TOKENS
 from permille_lab.federation.simulation import World
+from permille_rounds.definition import Definition
 
 _FORWARD_RATES = (0.01, 0.03, 0.1)
 _ADAM_RATES = (0.1, 0.2, 0.4)

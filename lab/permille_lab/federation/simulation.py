@@ -1,6 +1,6 @@
 """A federation in one process, with the service's code for definitions, contributions, rules and history.
 
-Devices take their steps by `permille.federation.local`, one after the other. Their messages are encoded,
+Devices take their steps by `permille_rounds.local`, one after the other. Their messages are encoded,
 counted, decoded and combined. Only the network is missing.
 
 # Legend: W masked weights, T steps, Q queries, V integers of a contribution.
@@ -18,17 +18,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from numpy.typing import NDArray
 
 from permille.engines.interface import Engine, GradientEngine
-from permille.federation.catch_up import encode_catch_up
-from permille.federation.contribution import Contribution, decode_contribution, encode_contribution
-from permille.federation.definition import Definition
-from permille.federation.local import LocalRound, take_local_steps
-from permille.federation.private_rounds import draw_round_noise, noised_sum, round_of_sum
-from permille.federation.rounds import History, Round, combine
 from permille.package.reader import Package
 from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 from permille_agent.embed import TrainingBatches, mean_loss
 from permille_lab.federation.clients import Client
+from permille_rounds.catch_up import encode_catch_up
+from permille_rounds.contribution import Contribution, decode_contribution, encode_contribution
+from permille_rounds.definition import Definition
+from permille_rounds.local import LocalRound, take_local_steps
+from permille_rounds.private_rounds import draw_round_noise, noised_sum, round_of_sum
+from permille_rounds.rounds import History, Round, combine
 
 Attack = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
 """Returns the integers that a device sends, from its number and its true integers."""

@@ -21,10 +21,10 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.privacy.discrete_gaussian import draw_noise
-from permille.privacy.rules import Privacy, PrivacyMode
-from permille.privacy.zcdp import MEAN_NORM, noise_for, rho_of
 from permille_lab.measuring.cells import Cells, Result, settings_parser
+from permille_rounds.privacy.discrete_gaussian import draw_noise
+from permille_rounds.privacy.rules import Privacy, PrivacyMode
+from permille_rounds.privacy.zcdp import MEAN_NORM, noise_for, rho_of
 
 CLIP, INTEGERS = 1000, 64
 ROUNDS = 10

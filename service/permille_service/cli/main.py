@@ -19,7 +19,6 @@ from permille.plain_text import echo, log_to_stderr
 from permille.version import __version__
 from permille_service.cli import fleet, inputs
 from permille_service.cli.commands import ADMINISTRATION, DEVICES, INPUTS, PACKAGES, START, AsJson
-from permille_service.cli.federations import federations
 from permille_service.cli.output import make_output, print_json
 from permille_service.cli.session import GlobalOptions
 from permille_service.cli.tables import figures_of, table_of
@@ -207,7 +206,6 @@ app.add_typer(fleet.invitations, name="invitations", rich_help_panel=DEVICES)
 app.add_typer(fleet.devices, name="devices", rich_help_panel=DEVICES)
 app.add_typer(fleet.runs, name="runs", rich_help_panel=DEVICES)
 fleet.add_fleet(app)
-app.add_typer(federations, name="federations", rich_help_panel=DEVICES)
 # An entry point is a function with options for typer, or a group of commands. It is imported at each start of
 # `permille`, so it must import heavy modules only when it runs. `PANEL` of a module is its panel in `--help`.
 _added = sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name)

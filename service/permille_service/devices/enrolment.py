@@ -37,10 +37,10 @@ from permille.schemas.devices import (
 from permille.schemas.problems import ProblemType
 from permille.store import database, devices, rows, tables, trust
 from permille.store.devices import InvitationError
-from permille.store.federations import members
 from permille_service.access.principals import PUBLIC, CallingDevice
 from permille_service.context import Served, Service
 from permille_service.devices.records import present_all
+from permille_service.extension import leave_all
 from permille_service.problems import OPEN, PRIVATE, ApiError, documented
 
 router = APIRouter(prefix="/v1", tags=["devices"], responses=documented(*OPEN))
@@ -160,7 +160,7 @@ def delete_own_device(service: Served, device: CallingDevice) -> None:
     with service.database.write() as session:
         devices.unenrol(session, tenant_id=device.tenant_id, device_id=device.device_id)
         session.flush()
-        members.leave(session, device_id=device.device_id)
+        leave_all(session, device.device_id)
 
 
 def _limit_enrolment(service: Service, request: Request, code: str) -> None:

@@ -7,12 +7,12 @@ from permille.schemas.devices import Device, Invitation, InvitationCreate, Invit
 from permille.schemas.fields import Page
 from permille.schemas.problems import ProblemType
 from permille.store import database, devices, rows, tables, trust
-from permille.store.federations import members
 from permille.trust.metadata import root_digest
 from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.context import Served
 from permille_service.creation import Creating
 from permille_service.devices.records import present_all, present_invitation
+from permille_service.extension import leave_all
 from permille_service.parameters import DeviceId, InvitationId, Paging, page_of
 from permille_service.problems import PRIVATE, documented
 from permille_service.trust import repositories
@@ -82,5 +82,5 @@ def revoke_device(device_id: DeviceId, service: Served, operator: Maker) -> Devi
     with changing(service, operator) as session:
         row = devices.revoke(session, tenant_id=operator.tenant_id, device_id=device_id)
         session.flush()
-        members.leave(session, device_id=device_id)
+        leave_all(session, device_id)
         return present_all(service, session, [row])[0]

@@ -21,7 +21,6 @@ from tuf.api.metadata import Metadata, Root, Targets
 
 from permille.errors import PackageError
 from permille.exits import CommandError, Exit
-from permille.federation.definition import Definition
 from permille.files import write_atomic
 from permille.trust.metadata import list_definition, list_version, parse
 from permille.trust.roles import ROOT, TARGETS, parse_file_name, parse_target_path
@@ -128,8 +127,17 @@ def _signed(role: str, metadata: Metadata[Any]) -> dict[str, Any]:
 
 
 def _definition(file: Path) -> bytes:
+    from permille_service.extension import service_extensions  # imports the whole API
+
+    checks = {folder: check for one in service_extensions() for folder, check in one.targets.items()}
+    if "federations" not in checks:
+        raise CommandError(
+            f"{file} cannot be checked, because the part of permille for federations is not installed. "
+            "Install all of permille.",
+            Exit.FAILED,
+        )
     try:
-        return Definition.from_bytes(_read(file)).to_bytes()
+        return checks["federations"](_read(file))
     except PackageError as exc:
         raise CommandError(f"{file} is not the definition of a federation: {exc}", Exit.REFUSED) from exc
 

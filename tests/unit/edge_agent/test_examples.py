@@ -1,4 +1,4 @@
-"""Doctests of the agent and the keeper."""
+"""Doctests of the agent."""
 
 import doctest
 import importlib
@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 import permille_agent
-import permille_keeper
 
-PACKAGES = (permille_agent, permille_keeper)
 MODULES = sorted(
-    ".".join([package.__name__, *path.relative_to(folder).with_suffix("").parts])
-    for package in PACKAGES
-    for folder in map(Path, package.__path__)
+    ".".join([permille_agent.__name__, *path.relative_to(folder).with_suffix("").parts])
+    for folder in map(Path, permille_agent.__path__)
     for path in folder.rglob("*.py")
     if ">>>" in path.read_text(encoding="utf-8")
 )

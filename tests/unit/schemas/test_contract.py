@@ -9,7 +9,6 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from permille.schemas import (
     access,
     devices,
-    federations,
     inputs,
     jobs,
     masks,
@@ -24,7 +23,6 @@ from tests.api_service import run_metrics
 
 MODULES = (
     access,
-    federations,
     inputs,
     devices,
     jobs,

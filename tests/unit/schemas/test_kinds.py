@@ -41,7 +41,7 @@ def test_examples_are_requests_with_ids_of_the_kind_that_their_field_names(kind:
 def test_a_payload_of_another_version_is_refused_with_its_fields() -> None:
     with pytest.raises(InputError, match=r"mask\.fisher: .*surprise|surprise"):
         parse_request("mask", {"method": "random", "model_id": f"model_{'0' * 26}", "surprise": 1})
-    with pytest.raises(InputError, match="only replay, round, shard, build, "):
+    with pytest.raises(InputError, match="only replay, shard, build, "):
         parse_request("evaluation", {})
 
 

@@ -12,9 +12,7 @@ from securesystemslib.signer import SSlibKey
 
 from permille.trust.metadata import Holders
 from permille.trust.repository import Repository
-from permille.trust.roles import federation_path
 from permille_service.cli.main import main
-from tests.unit.federation.federations import make_definition
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 MANIFEST = b'{"format":"permille-package"}'
@@ -85,16 +83,6 @@ def test_a_team_lists_withdraws_and_points_back_with_its_own_key(elsewhere: Else
     assert signed("--add", "tiny/2", *new) == {("tiny", 1): [], ("tiny", 2): ["stable"]}
     assert signed("--add", "tiny/1", "--alias", "stable") == {("tiny", 1): ["stable"], ("tiny", 2): []}
     assert signed("--remove", "tiny/2") == {("tiny", 1): ["stable"]}
-    definition = make_definition()
-    path = federation_path(definition.digest)
-    assert signed("--federation", elsewhere.write("readers.json", definition.to_bytes())) == {
-        ("tiny", 1): ["stable"]
-    }
-    assert repository.target(path) is not None
-    signed("--add", "tiny/1", "--alias", "canary")  # a list with a federation can be changed, too
-    assert repository.target(path) is not None
-    signed("--remove", path)
-    assert repository.target(path) is None
 
 
 def test_what_cannot_be_signed_is_said(elsewhere: Elsewhere, team: Holders) -> None:
@@ -108,7 +96,6 @@ def test_what_cannot_be_signed_is_said(elsewhere: Elsewhere, team: Holders) -> N
         (3, ("sign", releases, "--key", key, "--add", "Tiny/1")),
         (3, ("sign", releases, "--key", key, "--remove", "tiny/1")),
         (2, ("sign", targets, "--key", key, "--remove", "tiny/1")),
-        (3, ("sign", releases, "--key", key, "--federation", other)),
         (3, ("sign", releases, "--key", other)),
         (3, ("sign", releases, "--key", str(elsewhere.folder / "none.pem"))),
         (3, ("sign", elsewhere.write("notes.json", b"{}"), "--key", key)),
@@ -117,3 +104,14 @@ def test_what_cannot_be_signed_is_said(elsewhere: Elsewhere, team: Holders) -> N
     for code, arguments in wrong:
         got, answer = elsewhere(*arguments)
         assert (got, "error" in answer) == (code, True), arguments
+
+
+def test_a_definition_that_no_installed_part_can_check_is_not_signed(
+    elsewhere: Elsewhere, team: Holders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("permille_service.extension.service_extensions", lambda: ())
+    draft = elsewhere.write("2.releases.json", Repository.create(now=NOW).newest["releases"])
+    definition = elsewhere.write("readers.json", b"{}")
+    key = str(elsewhere.folder / "team.pem")
+    code, answer = elsewhere("sign", draft, "--key", key, "--federation", definition)
+    assert (code, "Install all of permille" in answer["error"]) == (1, True)

@@ -1,21 +1,18 @@
 """Tests of a clock that was a year ahead and is corrected: nothing waits for a year."""
 
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from permille.package.blobs import BlobFolder
 from permille.store import runs, uploads
 from permille.store.database import Database
-from permille.store.federations import rounds
 from permille.store.jobs import claims
 from permille.store.jobs.claims import pull_back
 from permille.store.retention import collection
 from permille.store.tables import Tenant, Upload
 from tests.artifacts import QUOTA
 from tests.unit.store.conftest import Clock
-from tests.unit.store.test_federations import DEADLINE_S, Site
 from tests.unit.store.test_jobs import read, submit, take
 
 YEAR_S = 366 * 86_400.0
@@ -77,14 +74,6 @@ def test_what_a_device_sent_at_the_wrong_time_counts_for_no_day(
 
 def _of(tenant_id: str, device_id: str) -> dict[str, Any]:
     return {"tenant_id": tenant_id, "device_id": device_id}
-
-
-def test_a_round_of_the_wrong_time_ends_in_its_time(db: Database, tenant_id: str, clock: Clock) -> None:
-    clock.forward(YEAR_S)
-    site = Site(db, tenant_id, target=8)
-    clock.forward(-YEAR_S)
-    rounds.sweep(db)
-    assert site.round().deadline_at == clock.at + timedelta(seconds=DEADLINE_S)
 
 
 def test_a_collection_of_the_wrong_time_holds_none_up(db: Database, clock: Clock) -> None:

@@ -6,7 +6,7 @@ import pkgutil
 
 import pytest
 
-PACKAGES = ("federation", "package", "privacy", "sandbox", "schemas", "store", "trust")
+PACKAGES = ("package", "sandbox", "schemas", "store", "trust")
 NOT_IMPORTED = ("permille.store.migrations.env",)  # only Alembic can run it
 
 

@@ -1,6 +1,6 @@
 """Periodic maintenance.
 
-Every worker regularly takes back jobs whose lease has expired, advances builds and rounds, sends lost
+Every worker regularly takes back jobs whose lease has expired, advances builds, sends lost
 messages again, and deletes expired tokens, uploads that were given up, and the folders of ended jobs.
 Extensions add steps of their own.
 Once an hour by default, one of the workers applies the retention rules and deletes unreferenced blobs.
@@ -19,7 +19,6 @@ from permille.machine_memory import available_memory
 from permille.package.blobs import BlobFolder
 from permille.store import devices, uploads
 from permille.store.database import Database
-from permille.store.federations import rounds
 from permille.store.jobs import claims
 from permille.store.jobs.claims import pull_back
 from permille.store.jobs.dispatch import CeleryDispatcher, note_worker
@@ -100,7 +99,6 @@ class Sweeper:
         return {
             "end expired leases": self._end_leases,
             # These may add jobs, for which the next step sends messages.
-            "end rounds": partial(rounds.sweep, self.db),
             **{
                 what: partial(step, self.db)
                 for extension in worker_extensions()

@@ -15,7 +15,7 @@ from permille_workers.runtime.extension import worker_extensions
 
 _OWN: Final = (
     *(JobKind.MASK, JobKind.SHARD, JobKind.QUANTIZATION, JobKind.PACKAGE),
-    *(JobKind.POOLING, JobKind.EXPORT, JobKind.REPLAY, JobKind.ROUND),
+    *(JobKind.POOLING, JobKind.EXPORT, JobKind.REPLAY),
 )
 
 

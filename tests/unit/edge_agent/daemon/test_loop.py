@@ -4,9 +4,9 @@ import errno
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,21 @@ from permille.package.reader import Package
 from permille_agent.daemon import loop
 from permille_agent.daemon.loop import POLL_LIMIT_S, POLL_S, RETRY_TRAINING_S, Daemon, World
 from permille_agent.daemon.state import DaemonState, data_fingerprint, read_daemon_state
-from permille_agent.daemon.training_child import READY, RoundRequest, TrainingRequest
-from permille_agent.federation.exchange import Exchanged
-from permille_agent.federation.membership import drop_left, join, leave
-from permille_agent.federation.part import Invited, RoundPart, begin_part
+from permille_agent.daemon.training_child import READY, AssignedTraining, TrainingRequest
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import Enrolment
+from permille_agent.link.extension import Assignment
 from permille_agent.link.report import enqueue
 from permille_agent.state.choices import add_references, remove_references
 from permille_agent.state.home import Home
 from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.state.models import Active, activate, active_model, installed_release
 from permille_agent.state.policy import PowerAndLoad
+from permille_agent.training.options import RunContext
 from tests.device_service import DeviceService, Fault
 from tests.packages import tiny_package
 from tests.unit.edge_agent.conftest import fast_connection
 from tests.unit.edge_agent.samples import RUN_ID, metrics
-from tests.unit.federation.federations import make_definition
 
 IDLE = PowerAndLoad(on_ac=True, battery=None, load=0.0)
 UNPLUGGED = PowerAndLoad(on_ac=False, battery=90.0, load=0.0)
@@ -354,13 +352,13 @@ def test_a_full_disk_does_not_end_the_daemon(
     assert "no space left" in caplog.text
 
 
-def test_a_round_that_finds_the_disk_full_ends_neither_the_daemon_nor_a_training(
-    home: Home, daemon: Daemon, outside: Outside, monkeypatch: pytest.MonkeyPatch
+def test_an_exchange_that_finds_the_disk_full_ends_neither_the_daemon_nor_a_training(
+    home: Home, daemon: Daemon, outside: Outside, assigned: "Assigned"
 ) -> None:
-    def refuse(*_: object, **__: object) -> Exchanged:
+    def refuse() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(loop, "exchange", refuse)
+    assigned.exchanging = refuse
     daemon.poll()
     assert "No space left" in read_daemon_state(home).poll_error
     outside.pass_time(POLL_S)
@@ -427,145 +425,126 @@ def test_a_fingerprint_follows_files_in_folders(tmp_path: Path) -> None:
 
 
 @dataclass
-class Rounds:
-    """The part of a round that is waiting, if any, and the times at which rounds were exchanged."""
+class Assigned:
+    """Assigned trainings of an extension: the one that waits, if any, and the times of exchanges."""
 
-    part: RoundPart | None = None
+    training: Assignment | None = None
     exchanged_s: list[float] = field(default_factory=list)
     outcome: str | PermilleError = READY
-    requests: list[RoundRequest] = field(default_factory=list)
+    requests: list[AssignedTraining] = field(default_factory=list)
+    failed: list[PermilleError] = field(default_factory=list)
+    exchanging: Callable[[], None] = lambda: None
 
-    def train(self, _home: Home, request: RoundRequest, keep_going: Callable[[], bool]) -> str:
+    def assign(self, *, is_wanted: bool = True) -> None:
+        self.training = Assignment(
+            name="round 3", order="readers/3", is_wanted=lambda: is_wanted, fail=self.failed.append
+        )
+
+    def exchange(self, _home: Home, _api: DeviceApi, *, now: datetime, has_text: bool) -> None:
+        self.exchanging()
+        assert has_text
+        assert now.tzinfo is not None
+
+    def waiting(self, _home: Home, *, now: datetime) -> Assignment | None:
+        return self.training
+
+    def train(self, home: Home, order: str, data_paths: Sequence[Path], context: RunContext) -> bool:
+        raise AssertionError("an assigned training runs in a process of its own")
+
+    def train_in_child(self, _home: Home, request: AssignedTraining, keep_going: Callable[[], bool]) -> str:
         self.requests.append(request)
         if isinstance(self.outcome, PermilleError):
             raise self.outcome
         if not keep_going():
             return "interrupted"
-        self.part = None
+        self.training = None
         return self.outcome
 
 
 @pytest.fixture
-def rounds(home: Home, outside: Outside, monkeypatch: pytest.MonkeyPatch) -> Rounds:
-    """Replace the daemon's access to rounds with one that the test controls."""
-    rounds = Rounds()
-
-    def exchanged(_home: Home, _api: DeviceApi, *, now: datetime, has_text: bool) -> Exchanged:
-        assert has_text
-        assert now.tzinfo is not None
-        rounds.exchanged_s.append(outside.seconds)
-        return Exchanged()
-
-    monkeypatch.setattr(loop, "exchange", exchanged)
-    monkeypatch.setattr(loop, "waiting_part", lambda _home, _now: rounds.part)
-    return rounds
+def assigned(daemon: Daemon, outside: Outside, monkeypatch: pytest.MonkeyPatch) -> Assigned:
+    """Replace the extensions' assigned trainings with those of the test."""
+    assigned = Assigned()
+    assigned.exchanging = lambda: assigned.exchanged_s.append(outside.seconds)
+    monkeypatch.setattr(loop, "assignments", lambda: {"rounds": assigned})
+    daemon._world = replace(outside.world(), train_assigned=assigned.train_in_child)
+    return assigned
 
 
-@pytest.fixture
-def part(home: Home) -> RoundPart:
-    membership = join(home, make_definition(), federation_id="fed", name="readers")
-    return begin_part(
-        membership,
-        Invited(
-            number=3,
-            deadline=datetime(2026, 3, 2, tzinfo=UTC),
-            start_digest="sha256:" + "0" * 64,
-            withdrawals=membership.choice().withdrawals,
-        ),
-    )
-
-
-@pytest.fixture
-def taking_part(daemon: Daemon, outside: Outside, rounds: Rounds) -> Daemon:
-    daemon._world = replace(outside.world(), train_part=rounds.train)
-    return daemon
-
-
-def test_rounds_are_exchanged_while_a_training_runs_and_holds_the_lock(
-    taking_part: Daemon, outside: Outside, rounds: Rounds
+def test_extensions_exchange_while_a_training_runs_and_holds_the_lock(
+    daemon: Daemon, outside: Outside, assigned: Assigned
 ) -> None:
     outside.training_s = 2 * POLL_S + 100.0
-    taking_part.run_once()
-    assert rounds.exchanged_s == [0.0, POLL_S, 2 * POLL_S, outside.training_s]
+    daemon.run_once()
+    assert assigned.exchanged_s == [0.0, POLL_S, 2 * POLL_S, outside.training_s]
 
 
 def test_a_slow_exchange_that_fails_is_not_repeated_at_once(
-    taking_part: Daemon, outside: Outside, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, outside: Outside, assigned: Assigned
 ) -> None:
-    def fail(*_: object, **__: object) -> Exchanged:
-        rounds.exchanged_s.append(outside.seconds)
+    def fail() -> None:
+        assigned.exchanged_s.append(outside.seconds)
         outside.pass_time(3 * POLL_S)
         raise RetryableError("the service does not answer")
 
-    monkeypatch.setattr(loop, "exchange", fail)
+    assigned.exchanging = fail
     for _ in range(3):
-        taking_part.exchange_meanwhile()
-    assert rounds.exchanged_s == [0.0]
+        daemon.exchange_meanwhile()
+    assert assigned.exchanged_s == [0.0]
 
 
-def test_a_part_of_a_round_goes_before_a_personal_run_which_goes_on_later(
-    home: Home, taking_part: Daemon, outside: Outside, rounds: Rounds, part: RoundPart, tmp_path: Path
+def test_an_assigned_training_goes_before_a_personal_run_which_goes_on_later(
+    home: Home, daemon: Daemon, outside: Outside, assigned: Assigned, tmp_path: Path
 ) -> None:
     def invite(elapsed: float) -> None:
         if elapsed == 30.0:
-            rounds.part = part
+            assigned.assign()
 
     outside.during_training = invite
-    taking_part.run_once()
+    daemon.run_once()
     assert outside.stopped_after_s == [30.0]
-    assert rounds.requests == []
+    assert assigned.requests == []
     outside.during_training = lambda _elapsed: None
-    taking_part.run_once()
-    asked = RoundRequest(federation=part.membership.path.name, number=3, data_paths=(tmp_path / "notes.txt",))
-    assert rounds.requests == [asked]
+    daemon.run_once()
+    asked = AssignedTraining(extension="rounds", order="readers/3", data_paths=(tmp_path / "notes.txt",))
+    assert assigned.requests == [asked]
     assert outside.requests[0] == outside.requests[1]
     assert read_daemon_state(home).last_outcome == "adopted"
 
 
-def test_a_part_waits_for_the_policy_like_a_run(
-    taking_part: Daemon, outside: Outside, rounds: Rounds, part: RoundPart
+def test_an_assigned_training_waits_for_the_policy_like_a_run(
+    daemon: Daemon, outside: Outside, assigned: Assigned
 ) -> None:
-    rounds.part, outside.machine = part, UNPLUGGED
-    taking_part.run_once()
-    assert rounds.requests == []
+    assigned.assign()
+    outside.machine = UNPLUGGED
+    daemon.run_once()
+    assert assigned.requests == []
     outside.machine = IDLE
-    taking_part.run_once()
-    assert len(rounds.requests) == 1
+    daemon.run_once()
+    assert len(assigned.requests) == 1
 
 
-def test_a_part_whose_federation_was_left_is_stopped(
-    taking_part: Daemon, rounds: Rounds, part: RoundPart
+def test_an_assigned_training_that_is_not_wanted_any_more_is_stopped(
+    daemon: Daemon, assigned: Assigned
 ) -> None:
-    leave(part.membership)
-    rounds.part = part
-    assert not taking_part.train_if_wanted()
-    assert len(rounds.requests) == 1
-
-
-def test_a_part_whose_files_are_gone_ends_without_a_result(
-    home: Home, daemon: Daemon, outside: Outside, rounds: Rounds, part: RoundPart
-) -> None:
-    def leave_meanwhile(_home: Home, _request: RoundRequest, _keep_going: Callable[[], bool]) -> str:
-        leave(part.membership)
-        drop_left(part.membership, part.membership.choice())
-        raise OperatorError("the folder of the part is gone")
-
-    daemon._world = replace(outside.world(), train_part=leave_meanwhile)
-    rounds.part = part
+    assigned.assign(is_wanted=False)
     assert not daemon.train_if_wanted()
-    assert not part.membership.path.exists()
+    assert len(assigned.requests) == 1
+    assigned.outcome = OperatorError("its folder is gone")
+    assert not daemon.train_if_wanted()
+    assert assigned.failed == []
 
 
-def test_a_part_that_cannot_be_trained_ends_and_one_whose_process_died_is_tried_again(
-    home: Home, taking_part: Daemon, outside: Outside, rounds: Rounds, part: RoundPart
+def test_an_assigned_training_that_cannot_succeed_ends_and_one_whose_process_died_is_tried_again(
+    daemon: Daemon, outside: Outside, assigned: Assigned
 ) -> None:
-    rounds.part, rounds.outcome = part, RetryableError("it ended with -9")
-    assert not taking_part.train_if_wanted()
-    assert not part.membership.has_ended(3)
-    assert not taking_part.train_if_wanted()
-    assert len(rounds.requests) == 1
+    assigned.assign()
+    assigned.outcome = RetryableError("it ended with -9")
+    assert not daemon.train_if_wanted()
+    assert not daemon.train_if_wanted()
+    assert len(assigned.requests) == 1
+    assert assigned.failed == []
     outside.pass_time(3601.0)
-    rounds.outcome = InputError("expected at least 1000 tokens of text")
-    assert not taking_part.train_if_wanted()
-    assert part.membership.has_ended(3)
-    assert "1000 tokens" in part.membership.standing().last
+    assigned.outcome = InputError("There is too little text.")
+    assert not daemon.train_if_wanted()
+    assert assigned.failed == [assigned.outcome]

@@ -13,13 +13,10 @@ from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.schemas import devices, releases
-from permille.schemas.federations import MAX_DEADLINE_S, FederationOffer, RoundInvitation
-from permille.schemas.fields import EXAMPLE_ULID, MAX_INTEGER
+from permille.schemas.fields import MAX_INTEGER
 from permille_agent.daemon import loop
 from permille_agent.daemon.loop import LONGEST_PAUSE_S, POLL_LIMIT_S, POLL_S, Daemon, World
 from permille_agent.daemon.state import read_daemon_state
-from permille_agent.federation.calls import FederationsApi
-from permille_agent.federation.membership import Membership, join
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Enrolment
@@ -30,8 +27,8 @@ from permille_agent.state.models import installed_release
 from permille_agent.state.policy import PowerAndLoad
 from tests.device_service import DeviceService, Fault
 from tests.unit.edge_agent.conftest import fast_connection
+from tests.unit.edge_agent.daemon.test_loop import Assigned
 from tests.unit.edge_agent.samples import RUN_ID, metrics
-from tests.unit.federation.federations import make_definition
 
 pytestmark = pytest.mark.attack(21, "numbers that end a member's daemon")
 
@@ -40,31 +37,13 @@ READ = (
     devices.DeviceNonce,
     devices.DeviceToken,
     releases.Release,
-    FederationOffer,
-    RoundInvitation,
 )
 DIGEST = "sha256:" + "0" * 64
-INVITED = {"round": 0, "seconds_left": 60.0, "start_digest": DIGEST}
-FEDERATION = f"fed_{EXAMPLE_ULID}"
-OFFER = {
-    "id": FEDERATION,
-    "name": "readers",
-    "state": "running",
-    "release": "tiny",
-    "version": 1,
-    "package_digest": DIGEST,
-    "definition_digest": DIGEST,
-    "number": 0,
-    "rounds": 10,
-    "adopted_round": None,
-    "member": True,
-    "target": 3,
-}
 FAR = ("1e14", "1e308", "1e999", "-1", "NaN", "Infinity", str(10**400), '"60"', "null", "[]", "true")
 
 
-@pytest.mark.parametrize("record", READ)
-def test_every_number_that_a_device_reads_has_both_bounds(record: type[BaseModel]) -> None:
+def check_bounds(record: type[BaseModel]) -> None:
+    """Check that every number of a record has both bounds."""
     for name, field in record.model_json_schema()["properties"].items():
         for kind in field.get("anyOf", [field]):
             if kind.get("type") in ("number", "integer"):
@@ -72,30 +51,14 @@ def test_every_number_that_a_device_reads_has_both_bounds(record: type[BaseModel
                 assert kind["maximum"] <= MAX_INTEGER, name
 
 
+@pytest.mark.parametrize("record", READ)
+def test_every_number_that_a_device_reads_has_both_bounds(record: type[BaseModel]) -> None:
+    check_bounds(record)
+
+
 def answer(document: dict[str, Any], name: str, number: str) -> bytes:
     """Return a JSON object in which the value of one field is the text `number`."""
     return json.dumps({**document, name: "HERE"}).replace('"HERE"', number).encode()
-
-
-@pytest.mark.parametrize("number", FAR)
-@pytest.mark.parametrize("name", ["seconds_left", "round"])
-def test_an_invitation_with_a_number_out_of_range_is_no_answer(
-    api: DeviceApi, service: DeviceService, name: str, number: str
-) -> None:
-    service.faults = [Fault(path="/invitations", status=201, body=answer(INVITED, name, number))]
-    with pytest.raises(ServiceUnavailableError, match="malformed"):
-        FederationsApi(api).invitation(FEDERATION)
-
-
-@pytest.mark.parametrize("number", FAR)
-@pytest.mark.parametrize("name", ["number", "rounds", "target"])
-def test_an_offer_with_a_number_out_of_range_is_no_answer(
-    api: DeviceApi, service: DeviceService, name: str, number: str
-) -> None:
-    body = b"[" + answer(OFFER, name, number) + b"]"
-    service.faults = [Fault(path="/device/federations", status=200, body=body)]
-    with pytest.raises(ServiceUnavailableError, match="malformed"):
-        FederationsApi(api).offers()
 
 
 @pytest.mark.parametrize("number", FAR)
@@ -105,13 +68,7 @@ def test_a_token_with_a_lifetime_out_of_range_is_no_answer(
     token = {"access_token": "t", "token_type": "Bearer", "expires_in": 3600}
     service.faults = [Fault(path="/device-tokens$", status=201, body=answer(token, "expires_in", number))]
     with pytest.raises(ServiceUnavailableError, match="malformed"):
-        FederationsApi(api).offers()
-
-
-def test_the_longest_deadline_is_read(api: DeviceApi, service: DeviceService) -> None:
-    body = answer(INVITED, "seconds_left", str(MAX_DEADLINE_S))
-    service.faults = [Fault(path="/invitations", status=201, body=body)]
-    assert FederationsApi(api).invitation(FEDERATION) is not None
+        api.call("GET", "/v1/device")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +85,7 @@ def test_a_poll_that_fails_in_any_way_is_noted_and_stops_no_other_step(
     def fail(*_: object, **__: object) -> None:
         raise error("words of the user")
 
-    monkeypatch.setattr(loop, "exchange", fail)
+    monkeypatch.setattr(loop, "assignments", lambda: {"rounds": Assigned(exchanging=fail)})
     enqueue(home, RUN_ID, metrics(), shared_log=None)
     daemon = Daemon(home, threading.Event(), World(connection=fast_connection))
     assert POLL_S <= daemon.poll() <= 1.25 * POLL_LIMIT_S
@@ -157,33 +114,6 @@ def test_the_loop_goes_on_after_any_failure(
     monkeypatch.setattr(stop, "wait", wait)
     daemon.run()
     assert waits == [POLL_S] * 3
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"\xff\xff", b'{"number": 1e99}', b'{"sha256": "0"}'])
-def test_a_damaged_standing_of_one_federation_stops_neither_reports_nor_pulls(
-    home: Home, enrolment: Enrolment, service: DeviceService, tmp_path: Path, data: bytes
-) -> None:
-    (tmp_path / "notes.txt").write_text("text of the user")
-    add_references(home, [tmp_path / "notes.txt"])
-    membership: Membership = join(home, make_definition(), federation_id=FEDERATION, name="readers")
-    (membership.path / "standing.json").write_bytes(data)
-    enqueue(home, RUN_ID, metrics(), shared_log=None)
-    offer = {**OFFER, "definition_digest": membership.digest}
-    service.faults = [
-        Fault(path="/device/federations", status=200, body=json.dumps([offer]).encode(), times=9)
-    ]
-    trained: list[object] = []
-
-    def train(*asked: object) -> str:
-        trained.append(asked)
-        return "adopted"
-
-    idle = PowerAndLoad(on_ac=True, battery=None, load=0.0)
-    world = World(connection=fast_connection, train=train, machine=lambda: idle)
-    Daemon(home, threading.Event(), world).run_once()
-    assert set(service.runs) == {RUN_ID}
-    assert installed_release(home) is not None
-    assert len(trained) == 1
 
 
 @pytest.mark.parametrize("name", ["reports", "runs"])

@@ -1,6 +1,7 @@
 """Tests of erasing: overwriting, the files that stay, and the deletion requests to the service."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from filelock import FileLock, Timeout
 from permille.errors import OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
+from permille_agent.link import extension
+from permille_agent.link import forget as forget_module
 from permille_agent.link.api import DeviceApi, load_identity
 from permille_agent.link.client import ServiceUnavailableError
 from permille_agent.link.enrolment import Enrolment, load_enrolment
@@ -75,6 +78,43 @@ def test_everything_of_the_user_is_gone_and_the_rest_stays(
     assert active is not None and active.run is None
     assert forget(home).files == 0
     assert all(word in PROMISE for word in ("snapshots", "backups", "swap", "not touched"))
+
+
+def test_a_choice_that_no_installed_part_can_withdraw_stops_the_erasing(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = use(home, tmp_path / "notes.txt")
+    choice = home.federations / "0" / "joined.json"
+    choice.parent.mkdir(parents=True)
+    choice.write_bytes(b"{}")
+    with monkeypatch.context() as damaged:
+        damaged.setattr(extension, "agent_extensions", lambda: ())
+        with pytest.raises(OperatorError, match=r"Nothing was erased.*joined\.json.*Install all of permille"):
+            forget(home)
+    assert choice.read_bytes() == b"{}"
+    assert all(path.exists() for path in traces)
+    assert not read_consent(home).share_log
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_the_file_of_a_withdrawn_choice_stays_until_the_service_knows(
+    home: Home, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    choice = home.federations / "0" / "joined.json"
+    choice.parent.mkdir(parents=True)
+    choice.write_bytes(b"{}")
+    (choice.parent / "history.bin").write_bytes(SECRET)
+
+    class Withdrawing:
+        def withdraw(self, _home: Home) -> Mapping[Path, bool]:
+            return {choice: stays}
+
+        def tell_service(self, _home: Home) -> bool:
+            return False
+
+    monkeypatch.setattr(forget_module, "choices", lambda: [Withdrawing()])
+    assert forget(home).federations_left == stays
+    assert [path for path in home.federations.rglob("*") if path.is_file()] == [choice] * stays
 
 
 @pytest.mark.parametrize("name", ["lock", "daemon_lock", "rounds_lock"])

@@ -10,7 +10,8 @@ from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille_agent.cli import main as cli
-from permille_agent.federation.membership import join
+from permille_agent.link.extension import AgentExtension
+from permille_agent.local import show
 from permille_agent.local.show import show_run
 from permille_agent.state.home import Home, write_record
 from permille_agent.state.models import installed_release
@@ -19,7 +20,6 @@ from tests.bigram_engine import bigram_engine
 from tests.packages import CHATML, sentences
 from tests.unit.edge_agent.runs import home_with_package, train_quickly
 from tests.unit.edge_agent.training.test_general import measured_by
-from tests.unit.federation.federations import make_definition
 
 SCRIPT = "<script>alert(1)"
 
@@ -122,8 +122,15 @@ def test_without_the_text_there_are_samples_after_another_word(home: Home, tmp_p
     assert "<strong>The</strong>" in page
 
 
-def test_integers_of_rounds_are_told_beside_what_else_left(home: Home, tmp_path: Path) -> None:
-    membership = join(home, make_definition(), federation_id="fed", name="readers")
-    membership.end(7, "sent")
+def test_what_extensions_have_sent_is_told_beside_what_else_left(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sending = AgentExtension(
+        name="federations", title="", status=lambda _home: None, sent=lambda _home: "3 integers"
+    )
+    silent = AgentExtension(name="others", title="", status=lambda _home: None)
+    monkeypatch.setattr(show, "agent_extensions", lambda: (sending, silent))
     train_quickly(home, [_text(tmp_path / "notes")])
-    assert "<td>contributions of integers to readers: 1 (finished rounds: 0)</td>" in _page(home)
+    page = _page(home)
+    assert "<tr><th>to federations</th><td>3 integers</td></tr>" in page
+    assert "to others" not in page

@@ -1,1 +1,0 @@
-"""Rounds on this device: membership by the user's choice, history, training and contributions."""

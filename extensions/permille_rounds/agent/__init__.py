@@ -1,0 +1,1 @@
+"""The agent's part: membership by the user's choice, history, training and contributions."""
