@@ -174,7 +174,7 @@ def parse_request(kind: str, payload: Mapping[str, object]) -> Any:
         InputError: the kind is unknown, or fields are not valid in this version. The message names them.
 
     Example:
-        >>> payload = {"model_id": "model_" + EXAMPLE_ULID, "method": "magnitude"}
+        >>> payload = {"model_id": "model_" + 26 * "0", "method": "magnitude"}
         >>> parse_request("mask", payload).density
         0.001
     """
