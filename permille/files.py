@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
 
 from permille.errors import OperatorError
+from permille.system import set_mode
 
 _MOST_LINKS = 40  # the limit of Linux
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make a rename inside `folder` durable."""
+    """Make a rename inside `folder` durable. Windows cannot open folders, so nothing is done there."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -76,7 +79,7 @@ def write_atomic_parts(path: Path, parts: Iterable[bytes], *, mode: int = 0o644)
         with os.fdopen(descriptor, "wb") as file:
             file.writelines(parts)
             file.flush()
-            os.fchmod(file.fileno(), mode)
+            set_mode(file.fileno(), mode)
             os.fsync(file.fileno())
         temporary.replace(path)
     # This includes KeyboardInterrupt, because no temporary file may remain.

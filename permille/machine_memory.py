@@ -1,6 +1,7 @@
 """Memory that a process can still use, as the system and its control groups report it (Linux)."""
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def available_memory() -> int | None:
 
 def give_back() -> None:
     """Return freed memory, which glibc would keep, to the system. Without glibc, do nothing."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 

@@ -100,7 +100,7 @@ def remove(name: str, folder: Path) -> Without:
 
 def without_entries(project: str, name: str) -> str:
     """Return the text of `pyproject.toml` without the lines and list elements that name the package."""
-    project = re.sub(rf'^[\w-]+ = "{name}[.:][^"]*"\n', "", project, flags=re.MULTILINE)
+    project = re.sub(rf'^[\w-]+ = "{name}(?:[.:][^"]*)?"\n', "", project, flags=re.MULTILINE)
     return re.sub(rf'"[^"\n]*\b{name}\b[\w.*]*"(, )?', "", project)
 
 

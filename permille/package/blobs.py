@@ -20,6 +20,7 @@ from typing import BinaryIO
 from permille.digests import digest_of, digest_of_file, is_digest
 from permille.errors import PackageError
 from permille.files import fsync_folder
+from permille.system import set_mode
 
 CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", re.ASCII)
@@ -331,7 +332,7 @@ def _checked(name: str) -> str:
 
 def _make_durable(file: BinaryIO) -> None:
     # Make the file read-only, so that no program changes the bytes under a digest by mistake.
-    os.fchmod(file.fileno(), 0o444)
+    set_mode(file.fileno(), 0o444)
     os.fsync(file.fileno())
 
 

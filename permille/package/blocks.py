@@ -20,6 +20,7 @@ from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import BLOCK_BYTES, BLOCK_HASH_BYTES, BLOCKED_ROLES, Role
 from permille.package.manifest import Layer, Manifest
+from permille.system import read_at, set_mode
 
 # Threads help, since hashlib releases the interpreter lock. On a small machine, two of them already saturate
 # the memory bandwidth.
@@ -119,12 +120,14 @@ def mend_block(blobs: BlobFolder, block: Block, data: bytes) -> None:
     # Blobs are read-only, to protect them from mistakes, so make this one writable for a moment.
     path.chmod(0o644)
     with path.open("r+b") as file:
-        os.pwrite(file.fileno(), data, block.begin)
+        file.seek(block.begin)
+        file.write(data)
+        file.flush()
         os.fsync(file.fileno())
-        os.fchmod(file.fileno(), 0o444)
+        set_mode(file.fileno(), 0o444)
 
 
 def _is_whole(handle: int, block: Block) -> bool:
     # A truncated file gives fewer bytes, whose hash differs, too.
-    data = os.pread(handle, block.end - block.begin, block.begin)
+    data = read_at(handle, block.end - block.begin, block.begin)
     return hashlib.sha256(data).digest() == block.sha256

@@ -8,7 +8,6 @@ damaged one, the damage cannot come from a crash, and the journal is refused. A 
 writer at a time. The operating system releases the lock when the process ends.
 """
 
-import fcntl
 import os
 import struct
 import zlib
@@ -22,6 +21,7 @@ import numpy as np
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.files import write_atomic
+from permille.system import lock_file
 from permille.zo.header import MAX_GROUPS, MAX_HEADER_BYTES, LogHeader
 from permille.zo.records import StepFlag, StepRecord, check_record, check_weight, weight_of
 from permille.zo.varints import MAX_BYTES, decode_varints, encode_varints, unzigzag, zigzag
@@ -170,7 +170,7 @@ class Journal:
 
 def _lock(descriptor: int, path: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor, wait=False)
     except BlockingIOError as exc:
         raise RetryableError(f"Another process writes {path}. Try again when it has ended.") from exc
 

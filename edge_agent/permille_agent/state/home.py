@@ -22,6 +22,7 @@ import platformdirs
 
 from permille.errors import OperatorError
 from permille.files import fsync_folder, write_atomic
+from permille.system import user_id
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -112,10 +113,9 @@ def open_home(root: Path) -> Home:
     try:
         for folder in (root, home.trust, home.blobs, home.partial, home.runs, home.reports):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if (owner := root.stat().st_uid) != os.getuid():
-            raise OperatorError(
-                f"{root} belongs to user {owner}, not to user {os.getuid()}. Choose another --home."
-            )
+        own = user_id()
+        if own is not None and (owner := root.stat().st_uid) != own:
+            raise OperatorError(f"{root} belongs to user {owner}, not to user {own}. Choose another --home.")
         if root.stat().st_mode & 0o077:
             root.chmod(0o700)
     except OSError as exc:

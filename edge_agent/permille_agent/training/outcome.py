@@ -5,12 +5,8 @@ the name of the release.
 """
 
 import platform
-import re
-import resource
-import sys
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 
 from permille.files import write_atomic
 from permille.schemas.runs import (
@@ -22,6 +18,7 @@ from permille.schemas.runs import (
     Outcome,
     RunMetrics,
 )
+from permille.system import peak_rss_bytes
 from permille.version import __version__
 from permille_agent.state.models import InstalledRelease
 from permille_agent.text.preparation import Prepared, Split
@@ -34,7 +31,6 @@ from permille_agent.training.plan import Plan
 from permille_agent.training.run import Run, RunFolder
 from permille_agent.training.steps import SelectedState
 
-_STATUS = Path("/proc/self/status")
 _SYSTEMS = {
     "Linux": OperatingSystem.LINUX,
     "Darwin": OperatingSystem.DARWIN,
@@ -253,13 +249,3 @@ def run_metrics(facts: RunFacts) -> RunMetrics:
         machine=_MACHINES.get(platform.machine(), Machine.OTHER),
         accelerator=Accelerator(device) if device in set(Accelerator) else Accelerator.OTHER,
     )
-
-
-def peak_rss_bytes() -> int:
-    """Return the peak resident memory of this process."""
-    # On Linux, `ru_maxrss` includes the peak of the program that started this one.
-    found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
-    if found is not None:
-        return int(found[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -9,7 +9,6 @@ first. A copy stays while a process uses its path or has it open. Such a process
 file, which the kernel releases when the process ends.
 """
 
-import fcntl
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ from permille.errors import OperatorError, PackageError
 from permille.package.blobs import BlobFolder, StoredBlob
 from permille.store.blobs.bucket import Bucket
 from permille.store.settings import BucketAddress, StoreSettings
+from permille.system import lock_file
 
 _KEY: Final = re.compile(r"([^/]+/)*sha256/([0-9a-f]{2})/\2[0-9a-f]{62}", re.ASCII)
 # A process holds the copies whose paths it has requested, but at most this many. Beyond this number, it
@@ -80,7 +80,7 @@ class BlobCache(BlobFolder):
         except FileNotFoundError:
             return None
         # A shared lock marks the copy as used. `_let_go` deletes it only with an exclusive lock.
-        fcntl.flock(file, fcntl.LOCK_SH)
+        lock_file(file.fileno(), shared=True)
         if os.fstat(file.fileno()).st_nlink == 0:  # it was deleted before we got the lock
             file.close()
             return None
@@ -124,13 +124,13 @@ class BlobCache(BlobFolder):
         locks = self.root / "locks"
         locks.mkdir(parents=True, exist_ok=True)
         with (locks / name).open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock_file(file.fileno())
             yield
 
     def _let_go(self, digest: str) -> bool:
         path = self.path(digest)
         with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file.fileno(), wait=False)
             path.unlink()
             return True
         return False

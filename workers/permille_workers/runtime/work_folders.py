@@ -4,7 +4,6 @@ Each job has a scratch folder below the work root, which stays between attempts.
 parts also has a store below the blobs, which it shares with its parts.
 """
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from permille.package.blobs import BlobFolder
 from permille.store.database import Database
 from permille.store.jobs import queue
+from permille.system import lock_file
 
 _KEPT_FOR = timedelta(days=1)
 
@@ -26,7 +26,7 @@ def locked_work_folder(work_root: Path, job_id: str) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock_file(descriptor)
         yield folder
     finally:
         os.close(descriptor)
