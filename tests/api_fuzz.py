@@ -13,8 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from tests.api_service import new_run_id, run_metrics, running_api
 from tests.rounds.site import make_site
 from tests.running_service import Running, environment, running_service
 from tests.tiny_model import write_corpus, write_model
-from tests.unit.store.postgres import postgres_url
+from tests.unit.store.postgres import empty_database
 
 ALL_PHASES = "examples,coverage,fuzzing,stateful"
 UNLIMITED = "1000000000"
@@ -59,17 +58,6 @@ class Pass:
     name: str
     returncode: int
     output: str
-
-
-@contextmanager
-def empty_database(name: str, folder: Path) -> Iterator[str]:
-    """Yield the URL of an empty database for this run only. `name` is `sqlite` or `postgresql`."""
-    if name == "postgresql":
-        with postgres_url() as url:
-            yield url
-    else:
-        (folder / "data").mkdir(mode=0o700)
-        yield f"sqlite:///{folder}/data/permille.db"
 
 
 def fuzz(

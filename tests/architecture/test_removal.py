@@ -22,6 +22,7 @@ CORE_TESTS = (
     "tests/unit/test_command_names.py",
     "tests/unit/service/test_routes.py",
     "tests/unit/edge_agent/link/test_pull.py",
+    "tests/unit/edge_agent/link/test_forget.py",
     "tests/unit/edge_agent/cli/test_main.py",
     "tests/integration/test_api_conventions.py",
 )

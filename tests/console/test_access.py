@@ -43,7 +43,7 @@ def some_job(api: Api) -> str:
 
 @pytest.mark.attack(14, "views without a cookie, or with one that was made up, cut, or of a revoked token")
 def test_nobody_sees_anything_without_a_token_that_is_good_now(api: Api) -> None:
-    for path in ("/ui", "/ui/jobs", "/ui/fleet", "/ui/releases/tiny", "/ui/masks", "/ui/federations"):
+    for path in ("/ui", "/ui/jobs", "/ui/fleet", "/ui/releases/tiny", "/ui/masks"):
         answer = browser(api).get(path)
         assert (answer.status_code, answer.headers["location"][:11]) == (303, "/ui/sign-in"), path
     token = api.operator(Role.VIEWER)
@@ -119,7 +119,7 @@ def test_no_other_site_changes_anything(api: Api, headers: dict[str, str]) -> No
 @pytest.mark.attack(14, "forms and headers that no browser sends, and parts of pages that have none")
 def test_what_no_browser_sends_is_refused_as_such(api: Api) -> None:
     client, _ = signed_in(api)
-    for path in ("fleet", "releases", "masks", "models", "packages", "federations"):
+    for path in ("fleet", "releases", "masks", "models", "packages"):
         assert client.get(f"/ui/{path}", headers={"HX-Request": "true"}).status_code == 200, path
     for origin in ("http://[", "http://[::1", "//", "127.0.0.1"):
         assert client.post("/ui/sign-out", headers={"Origin": origin}).status_code == 403, origin

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api_fuzz import ALL_PHASES, empty_database, fuzz
+from tests.api_fuzz import ALL_PHASES, fuzz
+from tests.unit.store.postgres import empty_database
 
 
 @pytest.mark.slow

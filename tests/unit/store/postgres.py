@@ -128,3 +128,14 @@ def _wait_for(port: int, log: Path) -> None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"expected PostgreSQL on port {port}: {log.read_text()[-2000:]}") from exc
             time.sleep(0.1)
+
+
+@contextmanager
+def empty_database(name: str, folder: Path) -> Iterator[str]:
+    """Yield the URL of an empty database for this run only. `name` is `sqlite` or `postgresql`."""
+    if name == "postgresql":
+        with postgres_url() as url:
+            yield url
+    else:
+        (folder / "data").mkdir(mode=0o700)
+        yield f"sqlite:///{folder}/data/permille.db"

@@ -1,0 +1,5 @@
+"""Fixtures of the pages' tests."""
+
+from tests.integration.conftest import api
+
+__all__ = ["api"]
