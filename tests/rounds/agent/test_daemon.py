@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from permille.errors import InputError, OperatorError
+from permille_agent import embed
 from permille_agent.daemon.loop import Daemon, World
 from permille_agent.daemon.training_child import READY, AssignedTraining
 from permille_agent.link.enrolment import Enrolment
@@ -17,7 +18,7 @@ from permille_agent.state.choices import add_references
 from permille_agent.state.home import Home
 from permille_agent.state.policy import PowerAndLoad
 from permille_agent.training.options import RunContext
-from permille_rounds.agent import extension
+from permille_rounds.agent import exchange, extension
 from permille_rounds.agent.extension import EXTENSION, Rounds
 from permille_rounds.agent.membership import drop_left, join, leave
 from permille_rounds.agent.part import Invited, RoundPart, begin_part
@@ -128,3 +129,9 @@ def test_forgetting_keeps_only_choices_that_the_service_must_learn(home: Home, p
         part.membership.path / "joined.json"
     ]
     assert not part.membership.choice().joined
+
+
+def test_programs_that_embed_the_agent_can_take_part() -> None:
+    assert embed.take_part is exchange.take_part
+    assert embed.join_federation is exchange.join_federation
+    assert embed.TookPart is exchange.TookPart

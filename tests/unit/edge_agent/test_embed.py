@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from permille.schemas.runs import Outcome
 from permille_agent import embed
+from permille_agent.link.extension import AgentExtension
 from permille_agent.state.models import installed_release
 from tests.bigram_engine import BigramEngine, bigram_engine
 from tests.packages import tiny_package
@@ -49,3 +51,11 @@ def test_a_program_installs_a_package_and_trains_in_a_home(tmp_path: Path) -> No
     result = embed.run_training(home, [user_text(tmp_path)], QUICK, context)
     assert result.outcome is Outcome.ADOPTED
     assert [run.name for run in embed.list_runs(home)] == [result.run]
+
+
+def test_extensions_add_names_and_no_other_name_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    adding = AgentExtension(name="a", title="a", status=lambda _home: None, embedded={"take_part": len})
+    monkeypatch.setattr(embed, "agent_extensions", lambda: (adding,))
+    assert embed.take_part is len
+    with pytest.raises(AttributeError, match=r"permille_agent\.embed' has no attribute 'nothing'"):
+        _ = embed.nothing
