@@ -23,6 +23,7 @@ from permille_lab.measuring.cells import RESULTS
 from permille_lab.people import page as people
 from permille_lab.privacy import page as privacy
 from permille_lab.quantization import page as quantization
+from permille_lab.real import curve_page
 from permille_lab.real import page as real
 from permille_lab.service import page as service
 from permille_lab.sparse import page as sparse
@@ -40,6 +41,7 @@ _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
     "paper": paper.tables,
     "people": people.tables,
     "privacy": privacy.tables,
+    "prompt-or-training": curve_page.tables,
     "quantizers": quantization.tables,
     "real-model": real.tables,
     "service": service.tables,
@@ -61,7 +63,10 @@ def written(results: Path) -> dict[Path, str]:
         _OUTPUT / f"{name}.md": templates.get_template(f"{name}.md").render(**tables(results))
         for name, tables in _PAGES.items()
     }
-    return found | {RESULTS / "evidence/verdicts.csv": evidence.verdict_rows(results)}
+    return found | {
+        RESULTS / "evidence/verdicts.csv": evidence.verdict_rows(results),
+        Path("docs/images/prompt-or-training.svg"): curve_page.picture(results),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -36,7 +36,13 @@ def test_the_newest_tokens_end_the_text_and_the_first_document_is_cut() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "sizes"),
-    [(30_000, [500, 1000, 3000]), (2500, [500, 1000, 2500]), (1200, [500, 1200]), (720, [720])],
+    [
+        (30_000, [500, 1000, 3000]),
+        (2500, [500, 1000, 2500]),
+        (1200, [500, 1200]),
+        (1050, [500, 1000]),
+        (720, [720]),
+    ],
 )
 def test_a_short_text_is_also_used_whole(tokens: int, sizes: list[int]) -> None:
     assert sizes_of(text_of(tokens), [3000, 500, 1000]) == sizes
@@ -60,8 +66,8 @@ def test_the_page_names_what_is_missing_and_the_picture_draws_the_rest(tmp_path:
     cells.keep("base", {"text": "pepys"}, result(4.6))
     cells.keep("prompt", {"text": "pepys", "tokens": 1000}, result(4.1))
     given = {"text": "pepys", "tokens": 1000}
-    cells.keep("memory", given | {"positions": 512}, result(4.2))
-    cells.keep("memory", given | {"positions": 768}, result(4.15))
+    cells.keep("memory", given | {"positions": 512}, result(4.2, bytes=6_269_136))
+    cells.keep("memory", given | {"positions": 768}, result(4.15, bytes=9_403_600))
     trained = result(4.25, strength=7, steps=20, train_s=99.0)
     cells.keep("state", given | {"seed": 0}, trained)
     cells.keep("both", given | {"seed": 0, "positions": 512}, result(4.0))
@@ -74,12 +80,15 @@ def test_the_page_names_what_is_missing_and_the_picture_draws_the_rest(tmp_path:
     assert [cell.strip() for cell in lines["1,000"].split("|")[3:-1]] == [
         *("4.600", "4.100", "4.100", "4.250", "4.200", "4.000"),
     ]
-    assert lines["3,000"].count("–") == 5
-    assert "pepys with 1,000" not in found["missing"]
-    assert "pepys with 3,000 tokens" in found["missing"]
-    assert all(f"the whole text of {name}" in found["missing"] for name in PEOPLE)
+    assert "3,000" not in lines
+    assert ": pepys with 3,000, 10,000, 30,000 tokens; muir with 1,000, 3,000, " in found["missing"]
+    assert found["missing"].endswith(f"; the whole text of {', '.join(PEOPLE)}.")
     assert "+0.000" in found["general"]
-    assert "768" in found["positions"]
+    rows = [line.split("|")[3:-1] for line in found["positions"].splitlines()[2:]]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["512", "6.3 MB", "4.200", "4.000"],
+        ["768", "9.4 MB", "4.150", "–"],
+    ]
     assert "618" in found["people"]
 
     drawn = ElementTree.fromstring(picture(tmp_path))
@@ -88,5 +97,5 @@ def test_the_page_names_what_is_missing_and_the_picture_draws_the_rest(tmp_path:
 
 
 def test_a_page_without_cells_is_empty(tmp_path: Path) -> None:
-    assert "Not trained: pepys with 1,000 tokens" in tables(tmp_path)["missing"]
+    assert "pepys with 1,000, 3,000, 10,000, 30,000 tokens" in tables(tmp_path)["missing"]
     ElementTree.fromstring(picture(tmp_path))

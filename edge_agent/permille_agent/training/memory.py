@@ -48,11 +48,12 @@ def memory_tokens(
     """Return the tokens of a memory: BOS, and the text or pieces of about 128 tokens that are spread over it.
 
     On six texts, such pieces had a loss 0.01 nats lower on average than as many tokens of the end: 0.25 lower
-    on one author's tweets, up to 0.11 higher on other texts.
+    on one author's tweets, up to 0.11 higher on other texts. The memory ends with a separator, so that what
+    follows does not continue its last sentence. The loss of two authors' tweets was 0.15 and 0.07 lower so.
 
     Args:
         documents: the documents, in the order of the text.
-        separator: the tokens between two documents or pieces.
+        separator: the tokens after each document or piece.
         most: the largest number of tokens.
     """
     bos_S = np.array(documents[0].bos, np.int64)
@@ -60,14 +61,14 @@ def memory_tokens(
     if len(text_T) > room:
         pieces = max(1, round(room / PIECE_TOKENS))
         piece = room // pieces - len(separator)
-        starts = np.linspace(0, len(text_T) - piece, pieces).astype(int)
+        starts = np.linspace(0, len(text_T) - len(separator) - piece, pieces).astype(int)
         text_T = _joined([text_T[start : start + piece] for start in starts], separator)
     return np.concatenate([bos_S, text_T])
 
 
 def _joined(parts: Sequence[NDArray[np.int64]], separator: Sequence[int]) -> NDArray[np.int64]:
-    between_T = np.array(separator, np.int64)
-    return np.concatenate([array for part_T in parts for array in (between_T, part_T)][1:])
+    after_T = np.array(separator, np.int64)
+    return np.concatenate([array for part_T in parts for array in (part_T, after_T)])
 
 
 def remembers(run: Run) -> bool:

@@ -12,7 +12,8 @@ The newest tokens of a text are given to each contender, and the same later text
 
 Diaries and plays are judged by their end. The order of tweets is not known, so tweets and the gardener's
 notes are divided by a hash, as in `people`. The state is selected as the agent does: by a part of the text
-from 5,400 tokens on, else after the last step. The loss on general text is measured with each model.
+from 5,400 tokens on, else after the last step. The loss on general text is measured with each model
+but the prompt.
 
 Judged rows have at most 128 tokens, as in a run's own test.
 
@@ -53,7 +54,7 @@ from permille_lab.real.subjects import (
 )
 
 LEAST_STEPS, MOST_STEPS = 20, 80
-_JUDGED_TOKENS = 1_000
+_JUDGED_TOKENS, _LONG = 1_000, 10_000
 _SELECT_SHARE, _LEAST_SELECT = 0.05, 400
 _WATCHED_TOKENS = 64
 _STEP_TOKENS = 4 * 128
@@ -120,10 +121,8 @@ class Curve:
         begun = time.process_time()
         known = remembering(self._study.engine).read(self._base_K, ids_S)
         seconds = round(time.process_time() - begun, 2)
-        return self._losses(text, self._after(known, text), self._base_K) | {
-            "positions": len(ids_S),
-            "read_s": seconds,
-        }
+        nats = nats_of(self._after(known, text), self._base_K, text.judged, self._study.options.row_tokens)
+        return {"nats": nats, "positions": len(ids_S), "read_s": seconds}
 
     def memory(self, text: Text, tokens: int, positions: int) -> Result:
         """Measure the base after a memory of the newest tokens of a text."""
@@ -240,18 +239,22 @@ def main() -> None:
     written += [user for user in speakers if user.name == speaker]
     everybody = cohort(read_users(data, Collection.LAMP7).users, least_characters=LEAST_CHARACTERS)
     people = {user.name: user for user in (*written, gardener(), *everybody)}
-    for name in options.text or (*WRITTEN, *PEOPLE):
-        text = curve.text(people[name], in_order=people[name] in written)
-        cells.once("base", {"text": name}, partial(curve.base, text))
-        for tokens in sizes_of(text, options.tokens):
-            measure(cells, curve, text, tokens, options.positions, options.seeds)
+    # The longest texts take as long as all others together, so they come last.
+    for most in sorted({min(_LONG, max(options.tokens)), max(options.tokens)}):
+        for name in options.text or (*WRITTEN, *PEOPLE):
+            text = curve.text(people[name], in_order=people[name] in written)
+            cells.once("base", {"text": name}, partial(curve.base, text))
+            for tokens in sizes_of(text, [size for size in options.tokens if size <= most]):
+                measure(cells, curve, text, tokens, options.positions, options.seeds)
 
 
 def sizes_of(text: Text, sizes: Sequence[int]) -> list[int]:
     """Return the sizes that a text has. A text that is shorter than the largest one is also used whole."""
-    if text.tokens >= max(sizes):
-        return sorted(sizes)
-    return [*(size for size in sorted(sizes) if 2 * size <= text.tokens), text.tokens]
+    fitting = [size for size in sorted(sizes) if size <= text.tokens]
+    # A whole text that is hardly longer than a size would only repeat its cells.
+    if len(fitting) == len(sizes) or (fitting and text.tokens < 1.1 * fitting[-1]):
+        return fitting
+    return [*(size for size in fitting if 2 * size <= text.tokens), text.tokens]
 
 
 def measure(

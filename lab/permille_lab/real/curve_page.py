@@ -4,6 +4,7 @@ A cell that was not measured is a dash. `chosen` is the model that the agent mak
 the memory below 1,000 tokens, both below 5,400, else the one with the lowest loss on the select part.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import log
@@ -11,8 +12,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from permille_lab.measuring.cells import Cells, Result
+from permille_lab.measuring.cells import Cells, Result, Settings
 from permille_lab.measuring.tables import markdown
+from permille_lab.real.page import State
 
 MISSING = "–"
 WRITTEN = ("pepys", "muir", "GLOUCESTER")
@@ -61,13 +63,14 @@ class Point:
 
 def tables(results: Path) -> dict[str, str]:
     """Return the tables by their names in the template."""
-    cells = Cells(results / "curve.jsonl")
+    cells, real = Cells(results / "curve.jsonl"), Cells(results / "real.jsonl")
     points = [point for text in WRITTEN for point in _points(cells, text)]
     people = [point for text in PEOPLE for point in _points(cells, text)[-1:]]
     return {
-        "curve": markdown(map(_losses, points)),
-        "general": markdown(map(_rises, filter(_is_trained, points))),
+        "curve": markdown(map(_losses, filter(_is_begun, points))),
+        "general": markdown(map(_rises, filter(_is_trained, [*points, *people]))),
         "people": markdown(map(_chosen, people)),
+        "whole": markdown(_whole(real)),
         "positions": markdown(_positions(cells)),
         "missing": _missing(points, people),
     }
@@ -115,6 +118,10 @@ def _losses(point: Point) -> dict[str, str]:
     return row | {column: _number(point.loss(name)) for column, name in names.items()}
 
 
+def _is_begun(point: Point) -> bool:
+    return any(result is not None for name, result in point.results.items() if name != "base")
+
+
 def _is_trained(point: Point) -> bool:
     return point.results["state"] is not None
 
@@ -122,7 +129,7 @@ def _is_trained(point: Point) -> bool:
 def _rises(point: Point) -> dict[str, str]:
     base, state = point.loss("base", "general"), point.results["state"]
     row = {"text": point.text, "tokens": f"{point.tokens:,}", "base": _number(base)}
-    for name in ("prompt 1024", "state", "memory", "both"):
+    for name in ("state", "memory", "both"):
         found = point.loss(name, "general")
         row[name] = MISSING if found is None or base is None else f"{found - base:+.3f}"
     details = {} if state is None else {"strength": f"{state['strength']}/8", "steps": f"{state['steps']}"}
@@ -138,30 +145,54 @@ def _chosen(point: Point) -> dict[str, str]:
     return row | {"chosen": point.chosen, "chosen - prompt": difference}
 
 
+def _whole(real: Cells) -> Iterator[dict[str, str]]:
+    """Yield the losses of each person with the whole text in the context, from the cells of `real`."""
+    for settings, result in real.of("people"):
+        nats = result["nats"]
+        prompt, both = nats[State.PROMPT.value], nats[State.BOTH.value]
+        yield {
+            "person": settings["user"],
+            "tokens": f"{result['train_tokens']:,}",
+            "base": _number(nats[State.BASE.value]),
+            "state": _number(nats[State.OWN.value]),
+            "text": _number(prompt),
+            "text and state": _number(both),
+            "gain of the state": f"{prompt - both:+.3f}",
+        }
+
+
 def _positions(cells: Cells) -> Iterator[dict[str, str]]:
-    """Yield the texts whose memory was made in several sizes."""
-    texts = {(settings["text"], settings["tokens"]) for settings, _ in cells.of("memory")}
-    for text, tokens in sorted(texts):
-        row, sizes = {"text": text, "tokens": f"{tokens:,}"}, 0
-        for figure in ("memory", "both"):
-            for settings, result in cells.of(figure):
-                if (settings["text"], settings["tokens"]) == (text, tokens):
-                    row[f"{figure}, {settings['positions']}"] = _number(result["nats"])
-                    sizes += figure == "memory"
-        if sizes > 1:
-            yield row
+    """Yield the sizes of the memories of each text that has several."""
+    both = {_place(settings): result for settings, result in cells.of("both")}
+    found = [(_place(settings), result) for settings, result in cells.of("memory")]
+    texts = Counter(place[:2] for place, _ in found)
+    for place, result in sorted(found, key=lambda cell: cell[0]):
+        if texts[place[:2]] > 1:
+            yield {
+                "text": place[0],
+                "tokens": f"{place[1]:,}",
+                "positions": f"{place[2]:,}",
+                "file": f"{result['bytes'] / 1e6:.1f} MB",
+                "memory": _number(result["nats"]),
+                "both": _number(both[place]["nats"] if place in both else None),
+            }
+
+
+def _place(settings: Settings) -> tuple[str, int, int]:
+    return settings["text"], settings["tokens"], settings["positions"]
 
 
 def _missing(points: list[Point], people: list[Point]) -> str:
     """Name the trainings that were not run."""
-    left = [
-        f"{point.text} with {point.tokens:,} tokens"
-        for point in points
-        if point.tokens > SIZES[0] and not _is_trained(point)
-    ]
+    left: dict[str, list[str]] = {}
+    for point in points:
+        if point.tokens > SIZES[0] and not _is_trained(point):
+            left.setdefault(point.text, []).append(f"{point.tokens:,}")
     trained = {point.text for point in people if _is_trained(point)}
-    left += [f"the whole text of {name}" for name in PEOPLE if name not in trained]
-    return f"Not trained: {', '.join(left)}." if left else "All planned trainings were run."
+    named = [f"{text} with {', '.join(sizes)} tokens" for text, sizes in left.items()]
+    if untrained := [name for name in PEOPLE if name not in trained]:
+        named.append(f"the whole text of {', '.join(untrained)}")
+    return f"Not measured yet: {'; '.join(named)}." if named else "All planned trainings were run."
 
 
 def _panel(place: int, text: str, points: list[Point]) -> dict[str, object]:

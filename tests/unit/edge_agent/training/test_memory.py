@@ -65,11 +65,11 @@ def document(ids: list[int], bos: tuple[int, ...] = ()) -> TokenizedDocument:
 
 def test_a_memory_is_bos_and_the_text_or_pieces_of_all_of_it() -> None:
     text = [document([5, 6, 7], (2,)), document([8, 9], (2,))]
-    assert memory_tokens(text, (1,), 100).tolist() == [2, 5, 6, 7, 1, 8, 9]
+    assert memory_tokens(text, (1,), 100).tolist() == [2, 5, 6, 7, 1, 8, 9, 1]
     long = [document(list(range(5, 1000)))]
     found = memory_tokens(long, (0, 1), 256).tolist()
-    assert found == [*range(5, 131), 0, 1, *range(874, 1000)]
-    assert memory_tokens([document(list(range(20, 300)), (2,))], (1,), 10).tolist() == [2, *range(20, 28)]
+    assert found == [*range(5, 131), 0, 1, *range(874, 1000), 0, 1]
+    assert memory_tokens([document(list(range(20, 300)), (2,))], (1,), 10).tolist() == [2, *range(20, 28), 1]
 
 
 def test_the_best_of_state_memory_and_both_is_judged_and_used(device: Device) -> None:
