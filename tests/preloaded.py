@@ -47,10 +47,18 @@ SERVED = (
     "permille_agent.daemon.training_child",
     "permille_agent.link.install",
     "permille_rounds.keeper",
+    "permille.sandbox.conversion",
+    "permille.sandbox.heads",
     "tests.",
 )
 """Beginnings of the names of the modules that are run in forked processes."""
-LEAVES = ("permille_service.__main__", "permille_workers.runtime.child", "permille_agent.link.install")
+LEAVES = (
+    "permille_service.__main__",
+    "permille_workers.runtime.child",
+    "permille_agent.link.install",
+    "permille.sandbox.heads",
+    "permille.sandbox.conversion",
+)
 """Programs that start none of these."""
 PROGRAMS = ("permille_agent", "permille_service", "permille_workers")
 KEEPER = "permille_rounds.keeper"
@@ -178,10 +186,10 @@ def _program(module: str) -> str:
 
 
 def _runs_jobs(order: _Order) -> bool:
-    """Return True for a program that starts children for real jobs, which import torch."""
+    """Return True for a program that imports torch, or starts children for real jobs, which do so."""
     if order.module == "permille_service.cli.main":
         return order.arguments[:1] in (("up",), ("personalise",)) and "--no-worker" not in order.arguments
-    return order.module == "permille_workers"
+    return order.module in ("permille_workers", "permille.sandbox.conversion")
 
 
 def _differs_at_start(environment: Mapping[str, str]) -> bool:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "tutorial" / name for name in ("library.md", "steps-in-python.md")]
 FENCE = re.compile(r"^```(?P<mark>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -44,6 +46,7 @@ def session(page: Path) -> str:
     return "\n".join(match["text"] for match in blocks)
 
 
+@pytest.mark.slow
 def test_the_session_of_the_library_guide(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     script = tmp_path / "session.py"

@@ -306,6 +306,7 @@ def test_too_little_text_is_refused_and_the_package_is_kept(
     assert "of another model, corpus, density or scheme" in " ".join(refused.stderr.split())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_model_that_cannot_be_written_is_kept_and_written_by_the_command_that_is_named(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path

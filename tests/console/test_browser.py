@@ -60,6 +60,7 @@ def test_each_view_is_whole_in_three_requests_and_takes_no_name_for_markup(
         page.context.close()
 
 
+@pytest.mark.slow
 def test_views_are_readable_without_scripts(looking: tuple[Running, Stocked, Browser]) -> None:
     running, stocked, browser = looking
     page = sign_in(browser.new_context(java_script_enabled=False), running)
@@ -84,6 +85,7 @@ def test_views_are_readable_without_scripts(looking: tuple[Running, Stocked, Bro
     expect(page.locator("h1")).to_have_text("Sign in")
 
 
+@pytest.mark.slow
 def test_a_job_is_followed_live_and_cancelled_by_a_click(looking: tuple[Running, Stocked, Browser]) -> None:
     running, stocked, browser = looking
     page = sign_in(browser.new_context(), running)
@@ -101,6 +103,7 @@ def test_a_job_is_followed_live_and_cancelled_by_a_click(looking: tuple[Running,
     assert errors == []
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_told_on_the_page_that_stays(looking: tuple[Running, Stocked, Browser]) -> None:
     running, _, browser = looking
     page = sign_in(browser.new_context(), running)
@@ -115,6 +118,7 @@ def test_what_goes_wrong_is_told_on_the_page_that_stays(looking: tuple[Running, 
     expect(page.locator("h1")).to_have_text("It does not exist, or you may not see it")
 
 
+@pytest.mark.slow
 def test_every_view_fits_a_telephone(looking: tuple[Running, Stocked, Browser]) -> None:
     running, stocked, browser = looking
     page = sign_in(browser.new_context(viewport={"width": 390, "height": 844}), running)
@@ -124,6 +128,7 @@ def test_every_view_fits_a_telephone(looking: tuple[Running, Stocked, Browser]) 
         assert wide <= 390, f"{name}: {wide} pixels"
 
 
+@pytest.mark.slow
 def test_an_operator_publishes_rolls_back_and_is_told_what_is_wrong_without_scripts(
     looking: tuple[Running, Stocked, Browser],
 ) -> None:

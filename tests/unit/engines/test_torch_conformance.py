@@ -58,20 +58,21 @@ def test_products_of_bitsandbytes_conform(device: str, dtype: str, tmp_path: Pat
     Conformance(engine=engine, tiny=tiny, **tolerances).check()
 
 
+@pytest.mark.parametrize("scheme", [Scheme.INT4, pytest.param(Scheme.NF4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_it_conforms_in_parts(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_conforms_in_parts(
+    device: str, scheme: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every call runs in parts, because 14 tokens are less than two sequences or two variants.
 
     Every matrix is decoded in parts, too.
     """
     monkeypatch.setattr(coded_layers, "_TILE_WEIGHTS", 7 * 32)
     monkeypatch.setattr(coded_layers, "_PRODUCTS", 100)
-    for scheme in (Scheme.INT4, Scheme.NF4):
-        tiny = tiny_package(tmp_path / scheme, "qwen2", scheme)
-        engine = TorchEngine(tiny.package, device=device, max_tokens=14)
-        suite = Conformance(engine=engine, tiny=tiny)
-        suite.check()
-        suite.what_variants_agree_in_is_computed_once()
+    tiny = tiny_package(tmp_path, "qwen2", scheme)
+    suite = Conformance(engine=TorchEngine(tiny.package, device=device, max_tokens=14), tiny=tiny)
+    suite.check()
+    suite.what_variants_agree_in_is_computed_once()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -272,7 +272,6 @@ def test_types_that_are_not_read_are_refused_by_name(llama: Path, tmp_path: Path
             [f"t{number}" for number in range(1000)],
             "1000 tokens for an embedding of",
         ),
-        ("other.list", [0] * ((4 << 20) - 1), "items together"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
@@ -283,6 +282,15 @@ def test_what_is_not_supported_is_refused_by_name(
     folder.mkdir()
     with pytest.raises(InputError, match=words):
         convert(path, folder)
+
+
+def test_lists_of_too_many_items_together_are_refused(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("permille.models.gguf.file._MOST_ITEMS", 2000)
+    path = rewritten(GGUFReader(llama), tmp_path / "other.gguf", {}, {"other.list": [0] * 1999})
+    with pytest.raises(InputError, match="lists of more than 2000 items together"):
+        GgufFile(path)
 
 
 def test_settings_that_an_engine_would_refuse_are_refused_with_the_file(tmp_path: Path) -> None:

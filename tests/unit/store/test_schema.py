@@ -23,6 +23,7 @@ from permille.store.database import Database, Patience, make_engine, now
 from permille.store.migrations import schema
 from permille.store.migrations.schema import SCRIPTS, migrate
 from permille.store.tables import Base, Instant, Tenant
+from tests.preloaded import run
 from tests.unit.store.postgres import postgres_server
 
 SHORT = Patience(lock_s=0.05, answer_s=None)
@@ -199,7 +200,7 @@ def test_a_program_without_its_database_says_so_in_a_line(tmp_path: Path) -> Non
     settings = {"PERMILLE_DATA_DIR": str(tmp_path), "PERMILLE_DATABASE_URL": f"sqlite:///{tmp_path}/no/x.db"}
     for program in ("permille_workers", "permille_service"):
         command = [sys.executable, "-m", program]
-        done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120)
+        done = run(command, env=os.environ | settings, timeout=120)
         assert done.returncode == 2
         assert done.stderr.startswith("permille: Cannot use the database")
         assert len(done.stderr.splitlines()) == 1

@@ -289,7 +289,7 @@ def _killed_at(number: int, *, torn: bool) -> Iterator[list[int]]:
 
 
 def test_a_kill_at_any_write_changes_nothing_of_the_end(device: Device, tmp_path: Path) -> None:
-    few: dict[str, Any] = {"steps": 4, "queries": 2, "batch_rows": 1}
+    few: dict[str, Any] = {"steps": 2, "queries": 2, "batch_rows": 1}
     whole = device_at(tmp_path / "whole", device.text)
     with _killed_at(0, torn=False) as count:
         expected = _end_of(whole.home, whole.train(**few))
