@@ -66,7 +66,9 @@ print(len(names))
 """
 
 
-@pytest.mark.parametrize("root", ["permille", "permille_agent", "permille_personal", "permille_keeper"])
+@pytest.mark.parametrize(
+    "root", ["permille", "permille_agent", "permille_personal", "permille_rounds.keeper"]
+)
 def test_every_module_can_be_imported(root: str) -> None:
     assert int(run(IMPORT_ALL, root)) > 2
 
