@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom release test-slow test-without test-executorch chaos pressure attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands pictures docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-curve bench-privacy bench-page bench-queue bench-service bench-estimators bench-exports bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
+.PHONY: FORCE help venv smollm2 demo test lint types check-imports pytest system-packages lock sbom release test-slow test-without test-executorch chaos pressure attack test-neon test-sanitized fuzz tuf-conformance kill-agent schemathesis hooks settings catalogue commands pictures docs results bench-replay bench-engine bench-inference-engine gpu bench-learning bench-large bench-shards bench-decision bench-people bench-real bench-curve bench-basis bench-privacy bench-page bench-queue bench-service bench-estimators bench-exports bench-paper bench-quantizers bench-sparse bench-federation oracle-pruning federation federation-long evidence example-model clean house bench-zeroth-order rollout
 
 help:  ## List the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -215,6 +215,9 @@ bench-real: $(VENV)/.native smollm2  ## Measure gains and costs of a personal Sm
 
 bench-curve: $(VENV)/.native smollm2  ## Compare training with a prompt by the length of a text (hours, resumable; needs PERMILLE_DATA)
 	$(BIN)/python -m permille_lab.real.curve
+
+bench-basis: $(VENV)/.native smollm2  ## Compare directions learned from public text with groups (hours, resumable; needs PERMILLE_DATA)
+	$(BIN)/python -m permille_lab.real.basis --threads 1 --users 8
 
 bench-zeroth-order: $(VENV)/.native smollm2  ## Compare zeroth-order methods at equal layer passes (hours, resumable; needs PERMILLE_DATA)
 	$(BIN)/python -m permille_lab.real.zeroth_order --plain

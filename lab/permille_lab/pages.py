@@ -30,6 +30,7 @@ from permille_lab.sparse import page as sparse
 
 _OUTPUT = Path("docs/results")
 _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
+    "basis": real.basis_tables,
     "decision": decision.tables,
     "engine": engine.tables,
     "estimators": learning.estimator_tables,

@@ -45,7 +45,8 @@ def test_records_are_few_numbered_without_gaps_and_all_in_the_index() -> None:
 def test_a_record_has_title_status_date_and_a_decision(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert lines[0].startswith(f"# {int(path.name[:4])}. ")
-    status = r"Status: (accepted|superseded by \d+)\. Date: 20\d\d-\d\d-\d\d(, revised 20\d\d-\d\d-\d\d)?\."
+    day = r"20\d\d-\d\d-\d\d"
+    status = rf"Status: (proposed|accepted|superseded by \d+)\. Date: {day}(, revised {day})?\."
     assert re.fullmatch(status, lines[2]), lines[2]
     assert any(re.match(r"(\*\*|## )Decision", line) for line in lines)
 

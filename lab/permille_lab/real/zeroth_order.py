@@ -107,7 +107,7 @@ def measure(run: TextRun, contender: Contender, row_passes: int, general: Sequen
     def steps() -> None:
         for part, directions in enumerate(contender.directions, start=1):
             values_K, step = (logs[-1].values_K, logs[-1].end) if logs else (base_K, 0)
-            descent = _descent(run, contender, layers, directions, values_K)
+            descent = descent_of(run, contender, layers, directions, values_K)
             last = begun + row_passes * layers * part / len(contender.directions)
             logs.append(_log(run, contender, descent, step, last))
 
@@ -173,7 +173,7 @@ def with_momentum(c_TQ: NDArray[np.int64], momentum: float) -> NDArray[np.int64]
     return (c_TQ * share_T[:, None] + (1 << (_SHARES - 1))) >> _SHARES
 
 
-def _descent(
+def descent_of(
     run: TextRun, contender: Contender, layers: int, directions: int, w_base_K: NDArray[np.float32]
 ) -> Descent:
     estimator = KINDS[contender.kind]
