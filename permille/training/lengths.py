@@ -106,7 +106,7 @@ class _Trials:
 
     def step(self, perturbation: float) -> float:
         """Return the length of a step. Of lengths with equal losses, it is the shortest one."""
-        losses, wanted = dict[int, float](), [-1, 0, 1]  # by power of `FACTOR`
+        losses, wanted = dict[int, float](), [0, 1]  # by power of `FACTOR`
         while wanted:
             for power in wanted:
                 length = STEP * FACTOR**power

@@ -114,7 +114,7 @@ def test_without_public_text_the_lengths_stay(bare: Package) -> None:
 def test_finished_measurements_are_not_made_again(package: Package, tmp_path: Path) -> None:
     told, engine = list[str](), FunctionEngine(package, _bowl(package, 3.5))
     first = measure_lengths(engine, package, work=tmp_path, progress=told.append)  # type: ignore[arg-type]
-    assert told == ["perturbation 0.5", "step 0.167", "step 0.5", "step 1.5"]
+    assert told == ["perturbation 0.5", "step 0.5", "step 1.5", "step 0.167"]
     rows = 4
     assert engine.calls == 2 * PROBES + 3 * (STEPS + rows)
     again = measure_lengths(engine, package, work=tmp_path, progress=told.append)  # type: ignore[arg-type]
@@ -133,4 +133,4 @@ def test_a_killed_measurement_continues(package: Package, tmp_path: Path) -> Non
         measure_lengths(engine, package, work=tmp_path, progress=kill)  # type: ignore[arg-type]
     told = list[str]()
     found = measure_lengths(engine, package, work=tmp_path, progress=told.append)  # type: ignore[arg-type]
-    assert (told, found.lengths) == (["step 1.5"], _lengths(package, _bowl(package, 3.5)))
+    assert (told, found.lengths) == (["step 1.5", "step 0.167"], _lengths(package, _bowl(package, 3.5)))
