@@ -122,7 +122,7 @@ def _build(
         text=text,
         provenance={"mask": chosen.provenance, "quantization": coded.provenance},
         made=versions("tokenizers"),
-        work=folder,
+        work=folder / "scoring",
         progress=progress,
     ).digest
 
