@@ -72,7 +72,7 @@ def test_general_loss_stands_above_the_gain(tmp_path: Path, monkeypatch: pytest.
     release = installed_release(home)
     assert release is not None
     measured_by(monkeypatch, Package.open(BlobFolder(home.blobs), release.manifest_digest).values())
-    result = train_quickly(home, [_text(tmp_path / "notes")])
+    result = train_quickly(home, [_text(tmp_path / "notes")], keep_general=100)
     assert result.decision is not None and result.decision.general is not None
     page = _page(home)
     told = f"{result.decision.general.rise:+.4f} nats per token"
