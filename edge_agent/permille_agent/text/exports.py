@@ -27,8 +27,9 @@ MAX_DEPTH = 64
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 # ChatGPT marks a citation by text between two characters of the private use area.
 _CITATION = re.compile("\ue200[^\ue201]*\ue201")
-# Open WebUI keeps what a model thought, or sent to a tool, in the text of its answer.
-_DETAILS = re.compile(r'<details type="[^>]*>.*?</details>', re.DOTALL)
+# Open WebUI keeps what a model thought, or sent to a tool, in the text of its answer. A thought without an
+# end, because the user stopped the answer, extends to the end of the text.
+_DETAILS = re.compile(r'<details type=".*?(?:</details>|\Z)', re.DOTALL)
 _TEXT_KINDS = ("text", "multimodal_text")
 
 
@@ -165,9 +166,9 @@ def _newest_leaf(mapping: dict[str, Any]) -> str | None:
     return max(reversed(leaves), key=lambda name: _written_at(mapping[name]), default=None)
 
 
-def _written_at(node: object) -> float:
+def _written_at(node: object) -> int | float:
     time = _object(_object(node).get("message")).get("create_time")
-    return float(time) if isinstance(time, int | float) else 0.0
+    return time if isinstance(time, int | float) else 0.0
 
 
 def _text(message: dict[str, Any]) -> str:

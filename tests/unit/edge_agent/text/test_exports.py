@@ -120,6 +120,13 @@ def test_without_a_current_node_the_newest_message_ends_the_branch(current: dict
     assert content == Conversation((("user", "a"), ("assistant", "new")))
 
 
+def test_the_time_of_a_message_may_be_any_number() -> None:
+    tree = _tree([_message("user", "a"), _message("assistant", "old", create_time=5)])
+    del tree["current_node"]
+    tree["mapping"]["new"] = {"message": _message("assistant", "new", create_time=10**400), "parent": "0"}
+    assert parse_conversation(json.dumps(tree))[1] == Conversation((("user", "a"), ("assistant", "new")))
+
+
 def test_a_branch_begins_after_a_message_that_was_deleted() -> None:
     tree = _tree([_message("user", "gone"), _message("user", "a"), _message("assistant", "b")])
     del tree["mapping"]["0"]
@@ -210,6 +217,14 @@ def test_answers_of_open_webui_that_were_rated_down_are_left_out() -> None:
     assert group == "chatgpt w1"
     assert content == Conversation(
         (("user", "Q0?"), ("assistant", "In March."), ("user", "Q2?"), ("assistant", "In rows."))
+    )
+
+
+@pytest.mark.parametrize("begin", ['<details type="reasoning" done="false">\n> hm ', '<details type="'])
+def test_a_thought_of_open_webui_without_an_end_is_left_out_in_little_time(begin: str) -> None:
+    chat = _webui(("In March.\n" + begin * 20_000, None))
+    assert parse_conversation(json.dumps(chat))[1] == Conversation(
+        (("user", "Q0?"), ("assistant", "In March."))
     )
 
 
