@@ -75,6 +75,7 @@ class HomeModel(llm.Model):
         try:
             with self._one_at_a_time:
                 model = _opened(options.home, options.notes)
+                model.keep_up()  # `llm chat` runs long, and the user may remove a text meanwhile
                 named = {name: getattr(options, name) for name in ("temperature", "top_p")}
                 chosen = {name: value for name, value in named.items() if value is not None}
                 sampling = replace(

@@ -69,13 +69,20 @@ def test_the_options_choose_the_model_and_the_sampling(monkeypatch: pytest.Monke
         return Generated(prompt_tokens=9, completion_tokens=2), iter(["By ", "boat."])
 
     variants = (Variant.PERSONAL, Variant.PERSONAL_WITHOUT_MEMORY, Variant.BASE)
-    fake = SimpleNamespace(sampling=Sampling(top_p=0.8), variants=variants, reply=reply)
+    kept_up: list[int] = []
+    fake = SimpleNamespace(
+        sampling=Sampling(top_p=0.8),
+        variants=variants,
+        reply=reply,
+        keep_up=lambda: kept_up.append(len(calls)),
+    )
     monkeypatch.setattr(permille_llm, "_opened", lambda _home, _notes: fake)
     conversation = permille_llm.HomeModel().conversation()
     first = conversation.prompt(QUESTION, system="Be brief.", max_tokens=4, temperature=0, seed=7)
     assert (first.text(), first.usage().input, first.usage().output) == ("By boat.", 9, 2)
     conversation.prompt("And why?", base=True).text()
     (turns, variant, sampling), (later, base, default) = calls
+    assert kept_up == [0, 1]  # before each answer, the memory of a removed text is dropped
     assert turns == [("system", "Be brief."), ("user", QUESTION)]
     assert later[-3:] == [("user", QUESTION), ("assistant", "By boat."), ("user", "And why?")]
     assert (variant, base) == (Variant.PERSONAL, Variant.BASE)
