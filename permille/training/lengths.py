@@ -19,6 +19,7 @@ up to rounding errors.
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -118,16 +119,20 @@ class _Trials:
 
     def _once(self, name: str, measure: Callable[[], float]) -> float:
         """Return a measurement, infinity for one that is not finite. Keep it in the file `known`."""
-        done = {}
-        if self.known is not None and self.known.exists():
-            done = json.loads(self.known.read_bytes())
+        done = dict[str, float]()
+        if self.known is not None:
+            # What a damaged file held is measured again.
+            with suppress(FileNotFoundError, ValueError, TypeError):
+                done = {
+                    name: float(found) for name, found in dict(json.loads(self.known.read_bytes())).items()
+                }
         if name not in done:
             self.progress(name)
             found = measure()
             done[name] = found if math.isfinite(found) else math.inf
             if self.known is not None:
                 write_atomic(self.known, json.dumps(done).encode())
-        return float(done[name])
+        return done[name]
 
     def _descent(self, perturbation: float, length: float) -> Descent:
         package = self.package

@@ -134,3 +134,16 @@ def test_a_killed_measurement_continues(package: Package, tmp_path: Path) -> Non
     told = list[str]()
     found = measure_lengths(engine, package, work=tmp_path, progress=told.append)  # type: ignore[arg-type]
     assert (told, found.lengths) == (["step 1.5", "step 0.167"], _lengths(package, _bowl(package, 3.5)))
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"", b"{", b"\xff", b"[1]", b"null", b'{"step 0.5": "low"}', b'{"step 0.5": []}']
+)
+def test_what_a_damaged_file_held_is_measured_again(package: Package, tmp_path: Path, damaged: bytes) -> None:
+    engine = FunctionEngine(package, _bowl(package, 3.5))
+    first = measure_lengths(engine, package, work=tmp_path)  # type: ignore[arg-type]
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(damaged)
+    assert measure_lengths(engine, package, work=tmp_path) == first  # type: ignore[arg-type]
+    assert file.read_bytes() == whole
