@@ -241,7 +241,10 @@ def _one_sided(
         Mean of the q losses, and the q projected gradients in float64.
     """
     queries = len(z_QK)
-    values_VK = np.stack([descent.perturbed(s_K, z_K) for z_K in z_QK])
+    # Fill one array: a list of variants beside it would double the memory of a step.
+    values_VK = np.empty((queries, descent.header.k), dtype=np.float32)
+    for query, z_K in enumerate(z_QK):
+        values_VK[query] = descent.perturbed(s_K, z_K)
     losses_V = _checked(engine.losses(values_VK, batch), queries)
     with np.errstate(invalid="ignore", over="ignore"):
         mean = losses_V.mean()

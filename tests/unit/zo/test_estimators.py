@@ -1,6 +1,7 @@
 """Tests of each estimator: its variants, its arithmetic, and a mean equal to a quadratic's gradient."""
 
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -126,3 +127,17 @@ def test_split_takes_equations_6_and_8_with_a_scalar_for_each_direction() -> Non
     # Lower: (mean of the first four - mean of the last four) / (2 * 0.5). Upper: differences of pairs.
     assert g_Q.tolist() == [3.75 - 60.0, 1 - 2, 4 - 8, 16 - 32, 64 - 128]
     assert loss == 255 / 8
+
+
+def test_a_one_sided_step_holds_its_variants_once() -> None:
+    queries, k = 16, 100_000
+    header = make_header(**kind_fields(EstimatorKind.ONE_SIDED), queries=queries, counts=(k,))
+    descent = Descent(header=header, w_base_K=np.zeros(k, np.float32))
+    tracemalloc.start()
+    try:
+        estimate(FixedEngine([1.0] * queries), BATCH, descent, np.zeros(k, np.int64), 0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    variants = queries * k * np.dtype(np.float32).itemsize
+    assert variants < peak < 1.6 * variants
