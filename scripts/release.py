@@ -37,6 +37,14 @@ def notes(changelog: str) -> str:
     return changelog.split("\n## ")[1].partition("\n")[2].strip() + "\n"
 
 
+def check_clean(root: Path) -> None:
+    """Check that the files of a checkout are those of its last commit. Raises SystemExit."""
+    # `make sbom` reads the working tree, so its lists would not be those of the commit.
+    command = ["git", "status", "--porcelain", "--untracked-files=no"]
+    if found := subprocess.run(command, cwd=root, stdout=subprocess.PIPE, check=True, text=True).stdout:
+        raise SystemExit(f"A release is built from the last commit. Commit or undo these changes:\n{found}")
+
+
 def build(target: str, source: Path, folder: Path, **variables: str) -> None:
     """Build a source distribution or a wheel with hatchling."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
@@ -88,6 +96,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="a folder, which is made anew")
     parser.add_argument("--key", type=Path, help="a private key of SSH that signs SHA256SUMS")
     arguments = parser.parse_args()
+    check_clean(ROOT)
     shutil.rmtree(arguments.out, ignore_errors=True)
     arguments.out.mkdir(parents=True)
     release(arguments.out, ROOT / "build" / "sbom")

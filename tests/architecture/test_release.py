@@ -27,6 +27,23 @@ def test_notes_are_the_newest_section_of_the_changelog() -> None:
     assert release.notes((ROOT / "CHANGELOG.md").read_text()).startswith("There is no release yet.")
 
 
+def test_a_release_is_not_built_from_changed_files(tmp_path: Path) -> None:
+    def git(*command: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True)
+
+    (tmp_path / "lock.txt").write_text("a==1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "a")
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "new.whl").touch()  # untracked files are not in the archive
+    release.check_clean(tmp_path)
+    (tmp_path / "lock.txt").write_text("a==2\n")
+    with pytest.raises(SystemExit, match=r"Commit or undo these changes:\n M lock.txt"):
+        release.check_clean(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_release_is_the_same_twice_and_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
