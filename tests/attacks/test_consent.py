@@ -19,7 +19,7 @@ from permille.zo.estimators import Batch
 from permille_agent.link.client import Connection
 from permille_agent.link.enrolment import enroll, open_api
 from permille_agent.link.report import Delivery, collect_reports, deliver, log_delivery
-from permille_agent.state.choices import set_sharing
+from permille_agent.state.choices import read_consent, set_sharing
 from permille_agent.state.home import Home
 from tests.bigram_engine import BigramEngine
 from tests.device_service import DeviceService, Fault, serving
@@ -70,7 +70,7 @@ def test_a_log_is_not_sent_once_consent_was_withdrawn_whatever_the_clock(tmp_pat
 
             def __init__(self, package: Package) -> None:
                 super().__init__(package)
-                self.left = 40
+                self.left = 8
 
             def losses(self, values_VK: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
                 self.left -= 1
@@ -83,6 +83,7 @@ def test_a_log_is_not_sent_once_consent_was_withdrawn_whatever_the_clock(tmp_pat
 
         result = train_quickly(home, [user_text(tmp_path)], share_log=True, engine_of=Withdrawing)
         assert result.outcome is Outcome.ADOPTED
+        assert read_consent(home).withdrawals == 1
         assert (home.runs / result.run / "shared.log").exists()
         _as_if_the_clock_went_back(home.runs)
         _send_all(home)

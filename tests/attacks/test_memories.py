@@ -231,9 +231,9 @@ def test_an_erasure_that_was_interrupted_is_continued(
 def test_a_damaged_run_keeps_no_memory_and_hides_no_other(tmp_path: Path) -> None:
     device, folder = _trained(tmp_path)
     (tmp_path / "more").mkdir()
-    other = replace(device, text=user_text(tmp_path / "more", 200, seed=9))
-    second = RunFolder(device.home.runs / other.train(engine_of=RememberingBigramEngine, steps=2).run)
-    second.memory.write_bytes(b"memory")
+    other = replace(device, text=user_text(tmp_path / "more"))
+    second = RunFolder(device.home.runs / other.train(engine_of=RememberingBigramEngine, steps=2, seed=1).run)
+    assert second.memory.exists()
     (folder.path / "data.json").write_text("{")
     # It is not known of which text the first memory was made, so it may be of the removed text.
     assert forget_memories(device.home, [other.text]) == 2

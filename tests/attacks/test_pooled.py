@@ -155,6 +155,7 @@ _STATE = (
 _FILE = (
     b'{"digest":"sha256:%(c)s","media_type":"application/vnd.permille.file","path":"config.json",'
     b'"role":"file","size_bytes":2}],'
+    b'"lengths":{"perturbation":"0x1.0000000000000p-1","step":"0x1.8000000000000p+0"},'
     b'"mask":{"density":"0.01","k":3,"method":"random","scope":"all"},'
     b'"model":{"config":"sha256:%(c)s","family":"llama"},"provenance":{"mask":{"seed":1}'
 )
