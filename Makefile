@@ -80,7 +80,9 @@ sbom: $(VENV)/.installed  ## Write lists of all components (CycloneDX) to build/
 	@ls build/sbom
 
 # The kernels' tests for Arm run with the library of the wheel.
-release: $(VENV)/.native sbom  ## Build sdist, wheels, lists of components, notes and checksums in dist (KEY=FILE: an SSH key signs them; needs Debian)
+release: $(VENV)/.native  ## Build sdist, wheels, lists of components, notes and checksums in dist (KEY=FILE: an SSH key signs them; needs Debian)
+	@$(BIN)/python -m scripts.release --check
+	@$(MAKE) --no-print-directory sbom
 	@bash scripts/neon-packages.sh
 	$(BIN)/python -m scripts.release $(if $(KEY),--key $(KEY))
 	@rm -rf build/aarch64 && $(BIN)/python -m zipfile -e dist/*aarch64.whl build/aarch64

@@ -33,8 +33,14 @@ SBOMS: Final = ("agent", "api", "worker", "cuda")
 
 
 def notes(changelog: str) -> str:
-    """Return the newest section of a changelog, without its heading."""
-    return changelog.split("\n## ")[1].partition("\n")[2].strip() + "\n"
+    """Return the newest section of a changelog, without its heading. Raises SystemExit."""
+    _, heading, rest = changelog.partition("\n## ")
+    text = rest.partition("\n## ")[0].partition("\n")[2].strip()
+    if not heading or not text:
+        raise SystemExit(
+            "CHANGELOG.md has no section `## VERSION` with text. Write the notes of this release."
+        )
+    return text + "\n"
 
 
 def check_clean(root: Path) -> None:
@@ -43,6 +49,21 @@ def check_clean(root: Path) -> None:
     command = ["git", "status", "--porcelain", "--untracked-files=no"]
     if found := subprocess.run(command, cwd=root, stdout=subprocess.PIPE, check=True, text=True).stdout:
         raise SystemExit(f"A release is built from the last commit. Commit or undo these changes:\n{found}")
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder can be replaced: it is missing or empty, or it is an earlier release.
+
+    Raises:
+        SystemExit: the folder has other files.
+    """
+    if not folder.exists():
+        return
+    sums = folder / "SHA256SUMS"
+    known = {line.partition("  ")[2] for line in sums.read_text().splitlines()} if sums.is_file() else set()
+    found = {path.name for path in folder.iterdir()} - known - {"SHA256SUMS", "SHA256SUMS.sig"}
+    if found:
+        raise SystemExit(f"{folder} has files of no release, such as {min(found)}. Name another folder.")
 
 
 def build(target: str, source: Path, folder: Path, **variables: str) -> None:
@@ -93,16 +114,27 @@ def release(folder: Path, sboms: Path) -> None:
 def main() -> None:
     """Build the files in a new `dist`, and sign their digests if a key is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="a folder, which is made anew")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="a new folder, or an earlier release")
     parser.add_argument("--key", type=Path, help="a private key of SSH that signs SHA256SUMS")
+    parser.add_argument("--check", action="store_true", help="only check that a release can be built")
     arguments = parser.parse_args()
     check_clean(ROOT)
-    shutil.rmtree(arguments.out, ignore_errors=True)
-    arguments.out.mkdir(parents=True)
-    release(arguments.out, ROOT / "build" / "sbom")
-    if arguments.key is not None:
-        signs = ["ssh-keygen", "-Y", "sign", "-n", "permille-release", "-f", arguments.key]
-        subprocess.run([*signs, arguments.out / "SHA256SUMS"], check=True)
+    check_folder(arguments.out)
+    notes((ROOT / "CHANGELOG.md").read_text())
+    if arguments.check:
+        return
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    # A release that fails leaves the earlier one as it is.
+    with tempfile.TemporaryDirectory(prefix=".release-", dir=arguments.out.parent) as temporary:
+        new = Path(temporary) / "new"
+        new.mkdir()
+        release(new, ROOT / "build" / "sbom")
+        if arguments.key is not None:
+            signs = ["ssh-keygen", "-Y", "sign", "-n", "permille-release", "-f", arguments.key]
+            subprocess.run([*signs, new / "SHA256SUMS"], check=True)
+        if arguments.out.exists():
+            shutil.rmtree(arguments.out)
+        new.rename(arguments.out)
     for file in sorted(arguments.out.iterdir()):
         print(f"{file.stat().st_size:>12,}  {file.name}")
 

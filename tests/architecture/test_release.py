@@ -27,6 +27,30 @@ def test_notes_are_the_newest_section_of_the_changelog() -> None:
     assert release.notes((ROOT / "CHANGELOG.md").read_text()).startswith("There is no release yet.")
 
 
+@pytest.mark.parametrize(
+    "changelog", ["", "# Changelog\n\nText.\n", "# Changelog\n\n## 0.2\n\n## 0.1\n\n- B.\n"]
+)
+def test_a_release_without_notes_is_refused(changelog: str) -> None:
+    with pytest.raises(SystemExit, match=r"CHANGELOG.md has no section"):
+        release.notes(changelog)
+
+
+def test_only_a_new_folder_or_an_earlier_release_is_replaced(tmp_path: Path) -> None:
+    release.check_folder(tmp_path / "new")
+    release.check_folder(tmp_path)
+    (tmp_path / "SHA256SUMS").write_text("00  NOTES.md\n")
+    (tmp_path / "NOTES.md").touch()
+    (tmp_path / "SHA256SUMS.sig").touch()
+    release.check_folder(tmp_path)
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(SystemExit, match=r"has files of no release, such as thesis.txt"):
+        release.check_folder(tmp_path)
+    (tmp_path / "SHA256SUMS").unlink()
+    (tmp_path / "thesis.txt").unlink()
+    with pytest.raises(SystemExit, match=r"such as NOTES.md"):
+        release.check_folder(tmp_path)
+
+
 def test_a_release_is_not_built_from_changed_files(tmp_path: Path) -> None:
     def git(*command: str) -> None:
         identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
