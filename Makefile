@@ -46,7 +46,7 @@ demo: $(VENV)/.native $(if $(filter smollm2,$(MODEL)),smollm2)  ## Run the whole
 	@$(BIN)/python -m examples.demo $(MODEL)
 
 # The checks run beside the tests, which wait for much of their time.
-test: $(VENV)/.native system-packages smollm2  ## Run linters, type checks, import contracts and the tests (about ten minutes on two cores)
+test: $(VENV)/.native system-packages smollm2  ## Run linters, type checks, import contracts and the tests (eight minutes on two cores)
 	@$(MAKE) --no-print-directory -j 2 pytest lint types check-imports
 
 system-packages:
