@@ -32,8 +32,8 @@ from permille_rounds.contribution import (
     decode_contribution,
 )
 from permille_rounds.definition import MAX_BYTES, MAX_DEVICES, Definition, check_signature
-from permille_rounds.privacy.masks import SEAL_BYTES, SEED_BYTES, mask_of, seal_context, seal_seed
 from permille_rounds.privacy.rules import KEEPER_MINIMUM
+from permille_rounds.privacy.seals import SEAL_BYTES, SEED_BYTES, mask_of, seal_context, seal_seed
 
 MAGIC: Final = b"PMLMSK1\n"
 

@@ -18,7 +18,7 @@ from permille_rounds.contribution import Contribution
 from permille_rounds.definition import GAIN_NATS, Definition
 from permille_rounds.masked import Masked, vector_size
 from permille_rounds.privacy.discrete_gaussian import RandBelow, draw_noise
-from permille_rounds.privacy.masks import signed_sum
+from permille_rounds.privacy.seals import signed_sum
 from permille_rounds.rounds import Round, check_together, clipped, divided
 
 _TAIL: Final = 8.0  # the noise's norm exceeds sigma * (sqrt(V) + 8) less than once in 10**13 draws

@@ -20,8 +20,8 @@ from permille_rounds.masked import (
     opening_of,
     vector_size,
 )
-from permille_rounds.privacy.masks import mask_of, open_seed, seal_context
 from permille_rounds.privacy.rules import LARGEST_DEVIATION, LARGEST_KEEPER_CLIP, PrivacyMode
+from permille_rounds.privacy.seals import mask_of, open_seed, seal_context
 from permille_rounds.private_rounds import (
     draw_round_noise,
     noised_sum,

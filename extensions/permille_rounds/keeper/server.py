@@ -27,7 +27,7 @@ from permille_rounds.masked import (
     encode_refusal,
     vector_size,
 )
-from permille_rounds.privacy.masks import mask_of, open_seed, seal_context
+from permille_rounds.privacy.seals import mask_of, open_seed, seal_context
 from permille_rounds.private_rounds import draw_round_noise
 
 PATH: Final = "/v1/sums"

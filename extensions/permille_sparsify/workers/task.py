@@ -34,7 +34,7 @@ from permille.store.retention.collection import hold
 from permille_sparsify.schemas import Recovery, SparsificationCreate
 from permille_sparsify.streaming import LinearReport, PruningReport, PruningText, prune_model
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.layers import report_blob
+from permille_workers.tasks.artifacts import report_blob
 from permille_workers.tasks.sources import model_facts, open_corpus, open_model, reach_corpus
 
 _READ, _BEFORE_STEPS, _PRUNED = 0.03, 0.3, 0.95  # the job's progress at the end of each phase

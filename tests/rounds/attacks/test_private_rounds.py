@@ -19,8 +19,8 @@ from permille_rounds.masked import (
     encode_refusal,
     opening_of,
 )
-from permille_rounds.privacy.masks import open_seed, seal_context
 from permille_rounds.privacy.rules import PrivacyMode
+from permille_rounds.privacy.seals import open_seed, seal_context
 from permille_rounds.private_rounds import vector_of
 from permille_rounds.rounds import History
 from tests.rounds.federations import KEY, make_contributions

@@ -14,7 +14,7 @@ from permille.store import tables
 from permille_rounds.contribution import decode_contribution
 from permille_rounds.keeper.main import init, public_text
 from permille_rounds.masked import encode_masked
-from permille_rounds.privacy.masks import SEAL_BYTES, seal_context, seal_seed
+from permille_rounds.privacy.seals import SEAL_BYTES, seal_context, seal_seed
 from permille_rounds.private_rounds import vector_of
 from permille_rounds.rounds import decode_segment
 from permille_rounds.store import rounds

@@ -6,7 +6,7 @@ from permille.package.build import write_manifest
 from permille.pipeline.inputs import versions
 from permille.schemas.packages import ExportCreate
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.layers import open_parent, publishes_package
+from permille_workers.tasks.artifacts import open_parent, publishes_package
 
 
 def run(context: TaskContext, request: ExportCreate) -> Publish:

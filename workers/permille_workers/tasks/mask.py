@@ -8,7 +8,7 @@ from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
 from permille.sensitivity.scores import SHARD_SEQUENCES, fisher_work
 from permille_workers.runtime.context import PartsToAdd, Publish, TaskContext
 from permille_workers.tasks import shard
-from permille_workers.tasks.layers import publishes_made
+from permille_workers.tasks.artifacts import publishes_made
 from permille_workers.tasks.sources import open_corpus, open_model, reach_corpus
 
 

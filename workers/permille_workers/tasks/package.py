@@ -18,7 +18,7 @@ from permille.schemas.packages import PackageCreate
 from permille.schemas.quantizations import QuantizationCreate
 from permille.store.tables import Artifact
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.layers import layer_of, publishes_package, quantization_of
+from permille_workers.tasks.artifacts import layer_of, publishes_package, quantization_of
 from permille_workers.tasks.sources import open_corpus, open_model
 
 

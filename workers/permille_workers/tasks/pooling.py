@@ -18,7 +18,7 @@ from permille.schemas.packages import PoolingCreate
 from permille.tokenizer_files import SETTINGS_FILES
 from permille.training.pooling import PoolingPlan, pool, write_pooled
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.layers import open_parent, publishes_package
+from permille_workers.tasks.artifacts import open_parent, publishes_package
 from permille_workers.tasks.sources import open_corpus
 
 _TRAINED = 0.95  # the job's progress when the training has ended

@@ -12,7 +12,7 @@ from permille.pipeline.quantize import (
 )
 from permille.schemas.quantizations import AutoRound, QuantizationCreate, Source
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.layers import publishes_made, quantization_of
+from permille_workers.tasks.artifacts import publishes_made, quantization_of
 from permille_workers.tasks.sources import open_corpus, open_model
 
 
