@@ -272,6 +272,7 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_too_little_text_is_refused_and_the_package_is_kept(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -56,7 +56,7 @@ def check_state(home_folder: Path, digest: str) -> None:
         verify_package(blobs, digest)
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_download_that_is_killed_again_and_again_ends_with_the_right_package(
     tmp_path: Path, kills: int
 ) -> None:

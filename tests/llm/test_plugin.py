@@ -43,6 +43,7 @@ def run(environment: dict[str, str], *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_program_writes_what_the_agent_writes(tmp_path: Path, environment: dict[str, str]) -> None:
     home, _ = home_with_package(tmp_path / "home", chat_template=CHATML)
     environment[HOME_VARIABLE] = str(home.root)

@@ -193,6 +193,7 @@ def test_an_adapter_needs_a_gguf_file_whose_codes_are_kept(tmp_path: Path) -> No
         assert refused.value.code is Exit.USAGE
 
 
+@pytest.mark.slow
 def test_a_slow_tokenizer_is_converted_before_it_is_checked(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "slow", vocab_size=2304)  # GPT-2 has one token more
     files = AutoTokenizer.from_pretrained(EXAMPLE).backend_tokenizer.model.save(str(folder))
