@@ -136,6 +136,7 @@ class Definition:
             )
         if self.rule is Rule.TRIMMED and self.max_weight > 1:
             raise InputError("The rule trimmed compares single integers. Set max_weight to 1.")
+        check_range("log.basis_steps", self.log.basis_steps, 0, 0)  # rounds take random directions only
         self.device_log()  # raises if the unit of the devices is out of range
         if self.privacy is not None:
             self._check_privacy(self.privacy)

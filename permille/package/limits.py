@@ -18,7 +18,9 @@ MAX_WEIGHTS_OF_A_TENSOR = 1 << 32  # FORMAT 4.4: indices are uint32
 MAX_K = (1 << 32) - 1  # FORMAT 3.2: the largest number of trained numbers
 MAX_RANK = 256  # FORMAT 3.1: the largest rank of an adapter
 MAX_ALPHA = 1024
-MAX_LENGTH_EXPONENT = 20  # FORMAT 3.1: lengths are 2^-20 to 2^20
+MAX_LENGTH_EXPONENT = 20  # FORMAT 3.6, 4.13: lengths are 2^-20 to 2^20
+MAX_COLUMNS = 16  # FORMAT 4.13
+LARGEST_ELEMENT = 127
 BLOCK_BYTES = 1 << 20  # FORMAT 4.7
 BLOCK_HASH_BYTES = 32
 PROGRAM_HEADER_BYTES = 40  # FORMAT 4.11
@@ -57,6 +59,7 @@ class Role(StrEnum):
     - ADAPTER: the matrices A of a low-rank adapter.
     - VALUES: the values of the masked weights.
     - REFERENCE: rows of public text, by which training keeps general knowledge and measures it.
+    - BASIS: directions for the first steps of zeroth order, which were learned from public text.
     - POOLED: a state that was trained on the corpus of a release.
     - PROGRAM: the model as a program for ExecuTorch.
     - FILE: a file of the config, the tokenizer or the license.
@@ -69,6 +72,7 @@ class Role(StrEnum):
     ADAPTER = "adapter"
     VALUES = "values"
     REFERENCE = "reference"
+    BASIS = "basis"
     POOLED = "pooled"
     PROGRAM = "program"
     FILE = "file"
@@ -82,6 +86,7 @@ MEDIA_TYPES = {
     Role.ADAPTER: "application/vnd.permille.adapter+safetensors",
     Role.VALUES: "application/vnd.permille.values+safetensors",
     Role.REFERENCE: "application/vnd.permille.reference+safetensors",
+    Role.BASIS: "application/vnd.permille.basis+safetensors",
     Role.POOLED: "application/vnd.permille.state",
     Role.PROGRAM: "application/vnd.permille.program",
     Role.FILE: "application/vnd.permille.file",

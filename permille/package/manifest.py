@@ -27,6 +27,7 @@ from permille.package.limits import (
     GROUP_SIZES,
     MASK_ROLES,
     MAX_ALPHA,
+    MAX_COLUMNS,
     MAX_FILE_BYTES,
     MAX_HEADER_BYTES,
     MAX_K,
@@ -315,11 +316,11 @@ class Manifest:
         provenance = {**rest.provenance, ADDITIONS[layer.role]: dict(made)}
         return replace(rest, layers=sort_layers([*rest.layers, layer]), provenance=provenance)
 
-    def with_reference(self, layer: Layer, made: Mapping[str, JSON]) -> "Manifest":
-        """Return this package with a reference, and the record of how it was made."""
-        # A reference is not an addition (FORMAT 4.9), so the parent of a package has it, too.
-        layers = sort_layers([*(x for x in self.layers if x.role is not Role.REFERENCE), layer])
-        return replace(self, layers=layers, provenance={**self.provenance, "reference": dict(made)})
+    def with_part(self, layer: Layer, made: Mapping[str, JSON]) -> "Manifest":
+        """Return this package with a reference or a basis, and the record of how it was made."""
+        # These layers are no additions (FORMAT 4.9), so the parent of a package has them, too.
+        layers = sort_layers([*(x for x in self.layers if x.role is not layer.role), layer])
+        return replace(self, layers=layers, provenance={**self.provenance, layer.role.value: dict(made)})
 
     def parent(self) -> "Manifest":
         """Return this package without additions (FORMAT 4.9). Additions are made from the parent and
@@ -451,6 +452,7 @@ class Manifest:
             Role.ADAPTER: (2 * frozen, 4 * frozen + overhead),
             Role.VALUES: (2 * k, 4 * k + overhead),
             Role.REFERENCE: (0, MAX_REFERENCE_BYTES),
+            Role.BASIS: (2 * k, MAX_COLUMNS * k + overhead),
             # FORMAT 11: a packed state has 44 bytes of magic, size and digest, and a header of at most 1,024
             # bytes. Each block has one byte for its bit width, and at most 7 bytes per weight.
             Role.POOLED: (blocks_of_state + 44, blocks_of_state + 7 * k + 1068),

@@ -25,6 +25,8 @@ from permille.choices import AdapterKind
 from permille.errors import InputError, PackageError
 from permille.models.families import expected_tensors, shape_of
 from permille.package import reference_rows
+from permille.package.basis import DTYPES as BASIS_DTYPES
+from permille.package.basis import Basis, read_basis
 from permille.package.blobs import BlobFolder
 from permille.package.blocks import check_blocks, package_blocks
 from permille.package.config_files import check_config_family, check_file, parse_config
@@ -55,6 +57,7 @@ _DTYPES = {
     Role.ADAPTER: FLOATS,
     Role.VALUES: FLOATS,
     Role.REFERENCE: reference_rows.DTYPES,
+    Role.BASIS: BASIS_DTYPES,
 }
 
 
@@ -98,8 +101,9 @@ class Package:
         check_shapes(manifest, self.config, self._layers)
         for tensor in manifest.tensors if manifest.adapter is None else ():
             check_indices(tensor.name, self.mask(tensor.name), tensor.shape[0] * tensor.shape[1])
-        # This call only checks the rows. Its result is not needed here.
+        # These calls only check the layers. Their results are not needed here.
         self.reference_rows()
+        self.basis()
 
     def __repr__(self) -> str:
         return f"Package({self.digest}, k={self.k}, size_bytes={self.size_bytes})"
@@ -268,6 +272,15 @@ class Package:
             return None
         positions = self.config.get("max_position_embeddings")
         return reference_rows.read_reference(layer, shape_of(self.config).vocabulary, positions)
+
+    def basis(self) -> Basis | None:
+        """Return the basis, directions for the first steps of zeroth order (FORMAT 4.13), or None.
+
+        Raises:
+            PackageError: `basis`.
+        """
+        layer = self._layers.get(Role.BASIS)
+        return None if layer is None else read_basis(layer, self.k)
 
     def pooled(self) -> bytes | None:
         """Return the checked bytes of the pooled state, or None. `permille.zo.packed_state` parses

@@ -168,7 +168,7 @@ def make_reference(
     # `top_tokens` needs a batch of the rows, so make the rows first without named tokens, then with them.
     top = engine.top_tokens(values_K, pulling, NAMED_TOKENS)
     found = _rows_of(rows, top)
-    return package.manifest.with_reference(write_reference(package.blobs, found), made)
+    return package.manifest.with_part(write_reference(package.blobs, found), made)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind
 from permille.errors import InputError
+from permille.package.basis import Basis, required
+from permille.package.limits import MAX_COLUMNS
 from permille.zo.directions import direction
 from permille.zo.groups import grouping
 from permille.zo.header import DirectionKind, LogHeader
@@ -150,10 +152,12 @@ class Descent:
     Attributes:
         header: the header of the log.
         w_base_K: the values of the masked weights at state zero.
+        basis: the basis of the package, for a log with `basis_steps`.
     """
 
     header: LogHeader
     w_base_K: NDArray[np.float32]
+    basis: Basis | None = None
 
     @property
     def scale(self) -> float:
@@ -194,6 +198,8 @@ def estimate(
     engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], step: int
 ) -> tuple[float, NDArray[np.float64]]:
     """Return the loss of `step` and its q projected gradients. Any of them may be NaN or infinite."""
+    if step < descent.header.basis_steps:
+        return _along_columns(engine, batch, descent, s_K, step)
     # `EstimatorKind.GRADIENT` has no entry: `steps.change_step` makes its records from a known change.
     found = _ESTIMATES.get(descent.header.estimator)
     if found is None:
@@ -202,6 +208,38 @@ def estimate(
         )
     z_QK = directions_of(descent.header, step)
     return found(engine, batch, descent, s_K, z_QK)
+
+
+def _along_columns(
+    engine: LossEngine, batch: Batch, descent: Descent, s_K: NDArray[np.int64], step: int
+) -> tuple[float, NDArray[np.float64]]:
+    """Compare the losses along the columns of the basis with their own mean, as `_one_sided` does.
+
+    Every step turns other columns round, by a row of a Hadamard matrix. The comparison cannot see the sum of
+    all directions of a step, which is another vector each time.
+
+    Returns:
+        Mean of the losses, and q derivatives along the columns, divided by the columns' norm. If there are
+        fewer columns than q, the last ones are 0.
+    """
+    basis, queries = required(descent.basis), descent.header.queries
+    columns = min(queries, len(basis.columns_RK))
+    row = step % (MAX_COLUMNS - 1) + 1  # row 0 would turn no column round
+    sign_Q = np.array([1 - 2 * ((column & row).bit_count() % 2) for column in range(columns)])
+    scale = basis.reach / basis.norm
+    exponent = descent.header.step_unit_exponent
+    values_VK = np.stack(
+        [
+            perturbed(descent.w_base_K, s_K, exponent, column_K, sign * scale)
+            for column_K, sign in zip(basis.columns_RK, sign_Q.tolist(), strict=False)
+        ]
+    )
+    losses_V = _checked(engine.losses(values_VK, batch), columns)
+    slope_Q = np.zeros(queries)
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = losses_V.mean()
+        slope_Q[:columns] = sign_Q * (losses_V - mean) * (columns / (columns - 1) / basis.reach)
+    return float(mean), slope_Q
 
 
 def _spsa(

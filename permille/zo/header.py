@@ -112,6 +112,7 @@ class LogHeader:
         counts: the number of masked weights of each tensor, in tensor order.
         split: the two blocks of `EstimatorKind.SPLIT`, else None.
         first_tensor: the first tensor that is trained. Masked weights of earlier tensors do not move.
+        basis_steps: the number of first steps whose directions are columns of the package's basis.
 
     Raises:
         InputError: a field is outside the limits of FORMAT 8.1.
@@ -131,6 +132,7 @@ class LogHeader:
     counts: tuple[int, ...]
     split: BlockSplit | None = None
     first_tensor: int = 0
+    basis_steps: int = 0
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -182,6 +184,9 @@ class LogHeader:
         # A gradient moves all masked weights. With other estimators, at least one tensor must move, and in a
         # split, at least one of the lower block.
         check_range("first_tensor", self.first_tensor, 0, 0 if gradient else last)
+        # The columns of a basis cover all masked weights, and two phases with one estimator are enough.
+        fits = self.estimator is EstimatorKind.ONE_SIDED and groups and not self.first_tensor
+        check_range("basis_steps", self.basis_steps, 0, self.total_steps if fits else 0)
         if any(not sum(self.counts[tensors]) for _, tensors in self.blocks()):
             raise InputError(
                 f"No weight from tensor {self.first_tensor} on is masked. Train from an earlier layer."

@@ -75,7 +75,7 @@ class Journal:
         self._descriptor = descriptor
         self._records = list(contents.records)
         self._end = contents.end
-        self._weight = sum(weight_of(record) for record in self._records)
+        self._weight = sum(weight_of(record, self.header) for record in self._records)
         self._seed = _entry_seed(self.header)
         self._broken = False
 
@@ -137,7 +137,7 @@ class Journal:
         if self._broken:
             raise OperatorError(f"{self.path} is closed, or could not be written before. Open it again.")
         check_record(record, self.header, expected_step=self.next_step)
-        weight = self._weight + weight_of(record)
+        weight = self._weight + weight_of(record, self.header)
         check_weight(weight)
         entry = _encode_entry(record, self._seed)
         try:

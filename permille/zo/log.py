@@ -63,7 +63,7 @@ def encode_canonical(header: LogHeader, records: Iterable[StepRecord]) -> bytes:
     weight = 0
     for step, record in enumerate(records):
         check_record(record, header, expected_step=step)
-        weight += weight_of(record)
+        weight += weight_of(record, header)
         kept.append(record)
     check_weight(weight)
     flags_T = np.array([int(record.flags) for record in kept], dtype=np.uint8)
@@ -95,7 +95,7 @@ def decode_canonical(data: bytes, *, max_bytes: int, max_steps: int, max_k: int 
         _decode_chunk(payload, coefficients_TQ[chunk], flags_T[chunk])
     if reader.left:
         raise PackageError("log-content", f"{reader.left} more bytes follow the end of the log.")
-    weight = weight_of_rows(coefficients_TQ)
+    weight = weight_of_rows(coefficients_TQ, header.basis_steps)
     if weight > STATE_LIMIT:
         raise PackageError("log-limit", f"expected sum |c| within 2**53, got {weight} or more")
     return CanonicalLog(header=header, coefficients_TQ=coefficients_TQ, flags_T=flags_T)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
+from permille.package.limits import LARGEST_ELEMENT
 from permille.zo.header import LogHeader
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT
 
@@ -77,13 +78,20 @@ def check_record(record: StepRecord, header: LogHeader, *, expected_step: int) -
         raise InputError(f"expected zero coefficients in a rejected step, got {record.coefficients}")
 
 
-def weight_of(record: StepRecord) -> int:
-    """Return `sum |c|` of a step. The bound on |s| grows by this number (FORMAT 7.3)."""
-    return sum(abs(c) for c in record.coefficients)
+def weight_of(record: StepRecord, header: LogHeader) -> int:
+    """Return the weight of a step. The bound on |s| grows by this number (FORMAT 7.3)."""
+    largest = LARGEST_ELEMENT if record.step < header.basis_steps else 1
+    return largest * sum(abs(c) for c in record.coefficients)
 
 
-def weight_of_rows(coefficients_TQ: NDArray[np.int64]) -> int:
-    """Return `sum |c|` over many steps. If that exceeds `STATE_LIMIT`, return any number above the limit."""
+def weight_of_rows(coefficients_TQ: NDArray[np.int64], basis_steps: int = 0) -> int:
+    """Return the weight of many steps, of which the first `basis_steps` are in a basis.
+
+    If it exceeds `STATE_LIMIT`, return any number above the limit.
+    """
+    if basis_steps:
+        in_basis = weight_of_rows(coefficients_TQ[:basis_steps])
+        return LARGEST_ELEMENT * in_basis + weight_of_rows(coefficients_TQ[basis_steps:])
     total = 0
     for first in range(0, len(coefficients_TQ), _ROWS):
         rows_TQ = coefficients_TQ[first : first + _ROWS]
@@ -97,7 +105,7 @@ def weight_of_rows(coefficients_TQ: NDArray[np.int64]) -> int:
 
 
 def check_weight(weight: int) -> None:
-    """Check that the state of a log stays within 2**53. `weight` is the log's `sum |c|` (FORMAT 7.3).
+    """Check that the state of a log stays within 2**53. `weight` is the log's weight (FORMAT 7.3).
 
     Raises:
         InputError: the state may leave this range.

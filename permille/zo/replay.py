@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError, PackageError
+from permille.package.basis import Basis, required
 from permille.zo.directions import Combination
 from permille.zo.groups import group_sums
 from permille.zo.header import MAX_STEPS, DirectionKind, LogHeader
@@ -29,6 +30,7 @@ def replay(
     *,
     start: int = 0,
     threads: int = 1,
+    basis: Basis | None = None,
 ) -> NDArray[np.int64]:
     """Return the state that steps `start`, `start + 1`, ... of a log add up to, int64 [K] (FORMAT 7.5).
 
@@ -41,16 +43,22 @@ def replay(
         coefficients_TQ: int64.
         start: the number of the first step.
         threads: the number of threads. Each of them sums a different part of the weights.
+        basis: the basis of the package, which a log with `basis_steps` needs.
 
     Raises:
-        InputError: the coefficients are not [T, queries], or could leave the exact range (FORMAT 7.3).
+        InputError: the coefficients are not [T, queries], or could leave the exact range (FORMAT 7.3), or a
+            basis is missing or does not fit.
     """
     if coefficients_TQ.ndim != 2 or coefficients_TQ.shape[1] != header.queries:
         raise InputError(f"expected coefficients [T, {header.queries}], got {coefficients_TQ.shape}")
     if not 0 <= start <= MAX_STEPS - len(coefficients_TQ):
         raise InputError(f"expected steps below {MAX_STEPS}, got {len(coefficients_TQ)} from {start}")
     # Check before the sum. Within this bound, no order of additions can overflow.
-    check_weight(weight_of_rows(coefficients_TQ))
+    in_basis = min(len(coefficients_TQ), max(0, header.basis_steps - start))
+    check_weight(weight_of_rows(coefficients_TQ, in_basis))
+    if in_basis:
+        s_K = required(basis).sums(coefficients_TQ[:in_basis])
+        return s_K + replay(header, coefficients_TQ[in_basis:], start=start + in_basis, threads=threads)
     if header.directions is DirectionKind.GROUPS:
         s_K = group_sums(header, coefficients_TQ, start=start, threads=threads)
         # Groups cover all weights, but the weights before `first_tensor` do not move (FORMAT 8.1).

@@ -6,12 +6,14 @@ Shapes: K = masked weights, Q = queries.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.errors import InputError
+from permille.package.basis import Basis, required
 from permille.zo.estimators import Batch, Descent, LossEngine, directions_of, estimate
 from permille.zo.groups import group_sums, grouping
 from permille.zo.header import DirectionKind, LogHeader
@@ -19,6 +21,9 @@ from permille.zo.journal import Journal
 from permille.zo.lattice import MAX_COEFFICIENT, STATE_LIMIT, add_scaled, coefficient
 from permille.zo.records import StepFlag, StepRecord, coefficients_of, weight_of
 from permille.zo.replay import replay
+
+BASIS_MOMENTUM = 0.8
+"""Share of the step before in a step in a basis."""
 
 
 def take_step(
@@ -67,6 +72,38 @@ def rounded_step(
     return StepRecord(step=step, coefficients=coefficients, loss=loss)
 
 
+def basis_step(
+    loss: float, slope_Q: NDArray[np.float64], descent: Descent, step: int, before: Sequence[int]
+) -> StepRecord:
+    """Round the derivatives along the columns of the basis to the record of a step (FORMAT 7.4).
+
+    A step has the basis's length, which falls with the learning rate. Momentum adds a share of the step
+    before, as it was logged, so it needs no state of its own.
+
+    Args:
+        before: the coefficients of the step before, or () before step 0.
+
+    Returns:
+        The record. It is REJECTED in the cases of `take_step`.
+    """
+    header, basis = descent.header, required(descent.basis)
+    rejected = StepRecord(step=step, coefficients=(0,) * header.queries, loss=loss, flags=StepFlag.REJECTED)
+    if not (math.isfinite(loss) and np.isfinite(slope_Q).all()):
+        return rejected
+    moved_Q = np.zeros(header.queries)
+    if slope_Q.any():
+        slope_Q = slope_Q / np.abs(slope_Q).max()  # squares may overflow
+        length = basis.length * header.learning_rate_at(step) / header.learning_rate
+        unit = math.ldexp(basis.norm, header.step_unit_exponent)
+        moved_Q = slope_Q / np.linalg.norm(slope_Q) * (-length / unit)
+    if before:
+        moved_Q = moved_Q + BASIS_MOMENTUM * np.array(before)
+    # NaN and infinity fail the comparison, too.
+    if not (np.abs(moved_Q) <= MAX_COEFFICIENT).all():
+        return rejected
+    return StepRecord(step=step, coefficients=tuple(np.rint(moved_Q).astype(np.int64).tolist()), loss=loss)
+
+
 def change_step(change_K: NDArray[np.floating], loss: float, header: LogHeader, step: int) -> StepRecord:
     """Make the record of the part of a change that the step's groups can express (FORMAT 7.4).
 
@@ -86,24 +123,29 @@ def change_step(change_K: NDArray[np.floating], loss: float, header: LogHeader, 
     return StepRecord(step=step, coefficients=tuple(c_Q.astype(np.int64).tolist()), loss=loss)
 
 
-def apply_record(s_K: NDArray[np.int64], record: StepRecord, header: LogHeader) -> None:
+def apply_record(
+    s_K: NDArray[np.int64], record: StepRecord, header: LogHeader, basis: Basis | None = None
+) -> None:
     """Move a state by one record, in place: `s += sum_i c_i * z_i`.
 
     Raises:
-        InputError: the state would leave the exact range (FORMAT 7.3). It is then unchanged.
+        InputError: the state would leave the exact range (FORMAT 7.3), or the step needs a basis and there
+            is none. The state is then unchanged.
     """
     if len(s_K) != header.k or len(record.coefficients) != header.queries:
         raise InputError(
             f"expected a state of {header.k} and {header.queries} coefficients, "
             f"got {len(s_K)} and {len(record.coefficients)}"
         )
-    reach = weight_of(record)
+    reach = weight_of(record, header)
     # `-int(min)`, not `abs`: the absolute value of the smallest int64 overflows.
     if reach and max(int(s_K.max()), -int(s_K.min())) + reach > STATE_LIMIT:
         raise InputError(f"expected a state within 2**53, got a step of {reach} that may leave it")
     if not reach:
         return
-    if header.directions is DirectionKind.GROUPS:
+    if record.step < header.basis_steps:
+        s_K += required(basis).sums(np.array([record.coefficients], np.int64))
+    elif header.directions is DirectionKind.GROUPS:
         moved_K = group_sums(header, np.array([record.coefficients], np.int64), start=record.step)
         moved_K[: header.moving.start] = 0
         s_K += moved_K
@@ -153,13 +195,13 @@ class JournaledSteps:
         """Make the record of step `step` durable, and move the state by it."""
         # Append first, because a state ahead of its journal could not be replayed after a kill.
         self._journal.append(replace(record, step=self.done))
-        apply_record(self.s_K, record, self._descent.header)
+        apply_record(self.s_K, record, self._descent.header, self._descent.basis)
 
     def before(self, done: int) -> NDArray[np.int64]:
         """Replay the state after the first `done` steps."""
         header, records = self._descent.header, list(self._journal.records())[:done]
         c_TQ = coefficients_of(records, header)
-        return replay(header, c_TQ, start=self._first_step)
+        return replay(header, c_TQ, start=self._first_step, basis=self._descent.basis)
 
 
 def _coefficients(header: LogHeader, step: int, projected_grad_Q: NDArray[np.float64]) -> tuple[int, ...]:

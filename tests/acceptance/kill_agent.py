@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from permille.package.blobs import BlobFolder
 from permille.schemas.runs import LogForm
 from permille.zo.journal import encode_header, parse_journal
 from permille_agent.link.report import read_reports
@@ -130,7 +131,7 @@ def end_of(home: Home) -> dict[str, str]:
         "plan": repr(run.require("plan", Plan)),
         "evaluations": repr([(at.step, at.loss) for at in run.evaluations(decision.descent)]),
         "journal": _digest(journal.read_bytes()) if journal.exists() else "",
-        "log": _digest(shareable(run, LogForm.LOG)) if journal.exists() else "",
+        "log": _digest(shareable(run, LogForm.LOG, BlobFolder(home.blobs))) if journal.exists() else "",
         "state": "".join(_digest(path.read_bytes()) for path in states if path.exists()),
         "decision": repr(decision),
         "active": repr((active_model(home), history(home))),

@@ -65,7 +65,7 @@ def test_a_users_text_makes_the_model_better_on_text_it_never_saw(
     assert generated["completion_tokens"] <= 5
 
     run = find_run(home, trained["run"])
-    state = decode_state(shareable(run, LogForm.STATE), max_bytes=1 << 20, max_k=package.k)
+    state = decode_state(shareable(run, LogForm.STATE, package.blobs), max_bytes=1 << 20, max_k=package.k)
     s_K, exponent = state.s_K, state.header.step_unit_exponent
     digest = state_digest(s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
     assert digest == decision["state_digest"]
@@ -112,9 +112,8 @@ def test_a_model_keeps_what_it_knows_and_its_log_leads_to_the_same_bits(
     reference, engine = Reference.of(package), LightEngine(package, threads=1)
     assert reference is not None
     assert decision["general"]["loss_base"] == reference.loss(engine, package.values())
-    log = decode_canonical(
-        shareable(find_run(home, trained["run"]), LogForm.LOG), max_bytes=1 << 20, max_steps=1000
-    )
+    shared = shareable(find_run(home, trained["run"]), LogForm.LOG, package.blobs)
+    log = decode_canonical(shared, max_bytes=1 << 20, max_steps=1000)
     exponent = log.header.step_unit_exponent
     trained_K = replay(log.header, log.coefficients_TQ)
     kept_K = scaled(trained_K, 7)

@@ -10,6 +10,7 @@ import permille_rounds
 from permille_agent.link import enrolment, pull, trust
 from permille_rollouts.agent import participation
 from tests.attacks import (
+    test_bases,
     test_logs,
     test_memories,
     test_packages,
@@ -60,6 +61,7 @@ def attacked_codes() -> set[str]:
         *test_programs.ATTACKS,
         *test_programs.BINDINGS,
         *test_references.ATTACKS,
+        *test_bases.ATTACKS,
         *test_memories.ATTACKS,
     ]
     tried = [

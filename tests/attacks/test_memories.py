@@ -19,6 +19,7 @@ import permille_agent
 from permille.engines.light.engine import LightEngine
 from permille.engines.memory import decode_memory, encode_memory, largest_memory
 from permille.errors import PackageError
+from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.schemas.runs import LogForm
 from permille_agent.link import forget as forget_module
@@ -159,8 +160,8 @@ def test_a_report_has_nothing_of_a_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [LogForm.LOG, LogForm.STATE])
 def test_a_shared_run_has_nothing_of_a_memory(tmp_path: Path, form: LogForm) -> None:
-    _, folder = _trained(tmp_path)
-    data = shareable(folder, form)
+    device, folder = _trained(tmp_path)
+    data = shareable(folder, form, BlobFolder(device.home.blobs))
     memory = folder.memory.read_bytes()
     assert b"PMLMEM" not in data
     # No stretch of the memory, beyond the digests that both files have, is in what is shared.

@@ -41,6 +41,7 @@ def header(seed: int, *, split: bool = False, groups: bool = False) -> dict[str,
         "counts": COUNTS,
         "split": SPLIT if split else None,
         "first_tensor": 0,
+        "basis_steps": 0,
     }
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from permille.errors import InputError, OperatorError
 from permille.files import write_atomic
+from permille.package.blobs import BlobFolder
 from permille.schemas.problems import ProblemType
 from permille.schemas.runs import MAX_LOG_BYTES, LogForm, RunMetrics
 from permille_agent.link.api import DeviceApi
@@ -185,7 +186,8 @@ def share_run(home: Home, name: str, form: LogForm, *, withdrawals: int) -> Deli
     decision = run.load("decision", Decision)
     has_state = decision is not None and decision.step > 0
     if may_follow and has_state and report.metrics_delivery not in (Delivery.REFUSED, Delivery.FULL):
-        report = queue_log(home, report, shareable(run, form), withdrawals=withdrawals)
+        data = shareable(run, form, BlobFolder(home.blobs))
+        report = queue_log(home, report, data, withdrawals=withdrawals)
     return report.log_delivery
 
 

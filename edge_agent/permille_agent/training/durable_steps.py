@@ -35,7 +35,9 @@ class LoggedSteps:
         self._descent = descent
         self._steps = JournaledSteps(journal, descent)
         self.s_K = self._steps.s_K  # `append` updates this array in place
-        self.rejected = sum(StepFlag.REJECTED in record.flags for record in journal.records())
+        records = list(journal.records())
+        self._before = records[-1].coefficients if records else ()
+        self.rejected = sum(StepFlag.REJECTED in record.flags for record in records)
 
     @property
     def step(self) -> int:
@@ -44,8 +46,9 @@ class LoggedSteps:
 
     def take(self) -> float:
         """Make a step, and return its loss. The step is durable on return."""
-        record = self._run.take_step(self._descent, self.s_K, self.step)
+        record = self._run.take_step(self._descent, self.s_K, self.step, self._before)
         self._steps.append(record)
+        self._before = record.coefficients
         self.rejected += StepFlag.REJECTED in record.flags
         return record.loss
 

@@ -179,15 +179,15 @@ def outcome_words(outcome: Outcome, decision: Decision | None) -> str:
 
 def lay_out_log(run: Run, selected: SelectedState, decision: Decision, context: RunContext) -> LogFacts:
     """Return the metrics of a run's log or state. If the user shares the log or state, write `shared.log`."""
-    data, shared = b"", False
+    data, shared, blobs = b"", False, run.package.blobs
     if selected.step:
         form = LogForm.LOG if run.options.has_log else LogForm.STATE
-        data = shareable(run.folder, form)
+        data = shareable(run.folder, form, blobs)
         if context.share_state and not (context.share_log and run.options.has_log):
             form = LogForm.STATE
         shared = context.share_log if form is LogForm.LOG else context.share_state
         if shared:
-            write_atomic(run.folder.path / "shared.log", shareable(run.folder, form), mode=0o600)
+            write_atomic(run.folder.path / "shared.log", shareable(run.folder, form, blobs), mode=0o600)
     return LogFacts(
         rejected_steps=selected.rejected,
         tokens_trained=run.batches.tokens(selected.steps),

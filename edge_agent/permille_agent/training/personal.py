@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from permille.engines.key_values import KeyValues
 from permille.errors import InputError, PackageError
 from permille.files import write_atomic
+from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package
@@ -123,7 +124,7 @@ def _trained_state(folder: RunFolder, decision: Decision, package: Package) -> S
     )
     s_K = _cached_state(folder, decision, header)
     if s_K is None:
-        s_K = replay(header, coefficients_of(records, header))
+        s_K = replay(header, coefficients_of(records, header), basis=package.basis())
         if _digest(s_K, header) != decision.state_digest:
             raise _other_state(folder)
         store_state(folder, s_K)
@@ -221,10 +222,15 @@ def _has_values_of(package: Package, other: str) -> bool:
     return manifest.parent() == package.manifest.parent()
 
 
-def shareable(folder: RunFolder, form: LogForm) -> bytes:
+def shareable(folder: RunFolder, form: LogForm, blobs: BlobFolder) -> bytes:
     """Return the log or the packed state of a run, for an upload.
 
     Both are personal data. With the package, they give the personal model at full strength.
+
+    Args:
+        folder: the run.
+        form: log or packed state.
+        blobs: blobs of the device. The state of a log in a basis needs the package.
 
     Raises:
         InputError: a log is asked for, but the run followed the gradient and has none.
@@ -242,7 +248,8 @@ def shareable(folder: RunFolder, form: LogForm) -> bytes:
     header, records = _selected_log(folder, decision)
     if form is LogForm.LOG:
         return encode_canonical(header, records)
-    return packed_state(header, replay(header, coefficients_of(records, header)))
+    basis = Package.open(blobs, header.package_digest).basis() if header.basis_steps else None
+    return packed_state(header, replay(header, coefficients_of(records, header), basis=basis))
 
 
 def store_state(folder: RunFolder, s_K: NDArray[np.int64]) -> None:

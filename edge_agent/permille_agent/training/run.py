@@ -38,7 +38,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -52,13 +52,14 @@ from permille.digests import JSON, canonical_json
 from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError
 from permille.files import fsync_folder
+from permille.package.basis import Basis
 from permille.package.reader import Package
 from permille.training.reference import Reference
 from permille.zo.estimators import Batch, Descent, estimate
 from permille.zo.header import BlockSplit, DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import values
 from permille.zo.records import StepRecord
-from permille.zo.steps import rounded_step
+from permille.zo.steps import basis_step, rounded_step
 from permille_agent.state.home import (
     Home,
     Record,
@@ -459,6 +460,12 @@ class Run:
         """Slice of the trained weights among all masked weights."""
         return slice(sum(self.package.counts[: self.first_tensor]), self.package.k)
 
+    @cached_property
+    def basis(self) -> Basis | None:
+        """Basis of the package, if the steps of this run can use it."""
+        fits = self.options.estimator is EstimatorKind.ONE_SIDED and not self.first_tensor
+        return self.package.basis() if fits else None
+
     def descent(
         self,
         *,
@@ -467,6 +474,7 @@ class Run:
         learning_rate: float = 1.0,
         total_steps: int = 1,
         schedule: Schedule = Schedule.CONSTANT,
+        basis_steps: int = 0,
     ) -> Descent:
         """Return the description of a descent. Its step unit must still be fitted."""
         split, options = None, self.options
@@ -492,16 +500,25 @@ class Run:
             # A gradient run has no log. It sets the gradient of layers below `first_layer` to 0
             # (`durable_steps`).
             first_tensor=self.first_tensor if options.has_log else 0,
+            basis_steps=basis_steps,
         )
-        return Descent(header=header, w_base_K=self.w_base_K)
+        return Descent(header=header, w_base_K=self.w_base_K, basis=self.basis)
 
-    def take_step(self, descent: Descent, s_K: NDArray[np.int64], step: int) -> StepRecord:
-        """Compute a zeroth-order step from the state `s_K`, which is not changed."""
+    def take_step(
+        self, descent: Descent, s_K: NDArray[np.int64], step: int, before: Sequence[int] = ()
+    ) -> StepRecord:
+        """Compute a zeroth-order step from the state `s_K`, which is not changed.
+
+        Args:
+            before: coefficients of the step before, which a step in a basis continues.
+        """
         loss, projected_grad_Q = estimate(self.engine, self.batches(step), descent, s_K, step)
         if (pull := self.pull(step)) is not None:
             _, pull_Q = estimate(self.engine, pull, descent, s_K, step)
             # Projected gradients are linear in the loss, so those of both batches can be added.
             projected_grad_Q = projected_grad_Q + pull_Q
+        if step < descent.header.basis_steps:
+            return basis_step(loss, projected_grad_Q, descent, step, before)
         return rounded_step(loss, projected_grad_Q, descent.header, step, normalised=True)
 
 

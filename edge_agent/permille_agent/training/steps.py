@@ -32,6 +32,7 @@ from permille_agent.training.plan import Plan
 from permille_agent.training.run import Evaluation, Run, finite_or_none
 
 MAX_DESCENTS = 4
+BASIS_STEPS = 4  # steps in the package's basis, which are the first ones; later ones gain nothing
 WATCHED_ROWS = 8  # training rows that detect divergence on a short text
 
 # Limits of `stop_of`. Measured in docs/adr/0030.
@@ -210,6 +211,8 @@ def planned_descent(run: Run, plan: Plan, number: int, total_steps: int) -> Desc
         learning_rate=rate,
         total_steps=total_steps,
         schedule=Schedule.LINEAR,
+        # If the first attempt failed, its steps were too long, so the next one takes none of them.
+        basis_steps=min(BASIS_STEPS, total_steps) if run.basis and number < _descents(run) else 0,
     )
     if run.options.has_log:
         return replace(descent, header=descent.header.with_step_unit())

@@ -16,7 +16,7 @@ from tests.unit.zo.logs import DIGEST, kind_fields, make_header
 K = 147
 
 BYTES = (
-    b'{"counts":[130,0,17],"directions":"rademacher","epsilon":"0x1.0624dd2f1a9fcp-10","estimator":"spsa",'
+    b'{"basis_steps":0,"counts":[130,0,17],"directions":"rademacher","epsilon":"0x1.0624dd2f1a9fcp-10","estimator":"spsa",'
     b'"first_tensor":0,"format":"permille-log","generator":"philox4x32-10","generator_version":1,'
     b'"learning_rate":"0x1.999999999999ap-4","mask_digest":"sha256:' + b"b" * 64 + b'",'
     b'"package_digest":"sha256:' + b"a" * 64 + b'","queries":2,"schedule":"constant",'

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError, PackageError, RetryableError
+from permille.package.basis import Basis, stored_basis
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
@@ -118,8 +119,9 @@ def _replayed_log(context: TaskContext, data: bytes, manifest: Manifest) -> _Rea
     log = decode_canonical(data, max_bytes=MAX_LOG_BYTES, max_steps=MAX_STEPS)
     _check_bound_to(log, manifest)
     context.progress(0.1, "replaying")
-    s_K = replay(log.header, log.coefficients_TQ, threads=context.settings.threads or 1)
-    header = log.header
+    header, threads = log.header, context.settings.threads or 1
+    basis = _basis(context, manifest) if header.basis_steps else None
+    s_K = replay(header, log.coefficients_TQ, threads=threads, basis=basis)
     return _Reached(s_K=s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent)
 
 
@@ -134,6 +136,13 @@ def _decoded_state(_: TaskContext, data: bytes, manifest: Manifest) -> _Reached:
     return _Reached(
         s_K=state.s_K, mask_digest=mask_digest, step_unit_exponent=state.header.step_unit_exponent
     )
+
+
+def _basis(context: TaskContext, manifest: Manifest) -> Basis | None:
+    try:
+        return stored_basis(context.blobs, manifest)
+    except PackageError as exc:
+        raise RetryableError(f"The basis of {manifest.digest} cannot be read: {exc}") from exc
 
 
 def _manifest(context: TaskContext, run_row: Run) -> Manifest:

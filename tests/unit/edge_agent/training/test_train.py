@@ -20,6 +20,7 @@ from permille.engines.interface import Engine
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError, OperatorError, PackageError
 from permille.files import write_atomic
+from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
 from permille.schemas.runs import LogForm, Outcome
 from permille.zo.estimators import Batch
@@ -54,7 +55,7 @@ def _end_of(home: Home, result: RunResult) -> tuple[object, ...]:
         result.decision,
         result.plan,
         evaluations,
-        shareable(run, LogForm.LOG),
+        shareable(run, LogForm.LOG, BlobFolder(home.blobs)),
         active_model(home),
     )
 

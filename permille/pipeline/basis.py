@@ -1,0 +1,53 @@
+"""An optional step: learn directions for zeroth order from public text, and add them to a package.
+
+package = with_basis(package, drawn.tokens_NT, made={"corpus": drawn.provenance}, work=Path("work"))
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from permille.digests import JSON
+from permille.engines.light.engine import LightEngine
+from permille.models.settings import within_positions
+from permille.package.basis import write_basis
+from permille.package.build import write_manifest
+from permille.package.reader import Package, verify_package
+from permille.pipeline.draw import Drawn, Sampling
+from permille.pipeline.inputs import Progress, part, silent
+from permille.training.basis import learn_basis
+
+_ROWS, _TOKENS, _SEED = 1024, 128, 2 << 32
+
+
+def basis_sampling(config: Mapping[str, Any]) -> Sampling:
+    """Return the choice of the text for a basis. The seed is fixed, so the same text gives the same rows."""
+    return Sampling(number=_ROWS, length=within_positions(config, _TOKENS), seed=_SEED)
+
+
+def with_basis(
+    package: Package,
+    text: Drawn,
+    *,
+    threads: int | None = None,
+    work: Path | None = None,
+    progress: Progress = silent,
+) -> Package:
+    """Learn a basis, write the package with it, and verify the package as a device does.
+
+    Args:
+        package: a package that the light engine can compute.
+        text: rows of public text.
+        threads: the number of threads. None uses all cores.
+        work: a folder with which another call continues. None keeps nothing.
+
+    Raises:
+        InputError: there is too little text, or the light engine cannot compute the package.
+    """
+    told = part(progress, 0.0, 0.9, "pseudo-user")
+    engine = LightEngine(package, threads=threads)
+    basis = learn_basis(engine, package, text.tokens_NT, work=work, progress=told)
+    made: dict[str, JSON] = {"corpus": text.provenance}
+    manifest = package.manifest.with_part(write_basis(package.blobs, basis), made)
+    progress(0.9, "verifying")
+    return verify_package(package.blobs, write_manifest(package.blobs, manifest))
