@@ -20,6 +20,7 @@ from permille.package.manifest import Layer, Manifest
 from permille.package.safetensors_io import SafetensorsFile, SafetensorsWriter
 
 DTYPES = frozenset({"I8", "F32"})
+_UNITS = 128  # so that rounding changes a step by some 1 %
 _SPREAD = 1.1  # the largest quotient of two columns' squared norms
 
 
@@ -41,6 +42,11 @@ class Basis:
     def norm(self) -> float:
         """Return the root mean square of the columns' norms (FORMAT 7.4)."""
         return math.sqrt(sum(self.squares()) / len(self.columns_RK))
+
+    @property
+    def step_unit_exponent(self) -> int:
+        """Return the exponent of the largest unit with which the first step has `_UNITS` units or more."""
+        return math.frexp(self.length / (_UNITS * self.norm))[1] - 1
 
     def squares(self) -> list[int]:
         """Return the squared norm of each column."""

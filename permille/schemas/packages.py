@@ -84,6 +84,16 @@ def _check_trainable(mask: object, adapter: object) -> None:
         raise ValueError(_EITHER)
 
 
+Basis = Annotated[
+    bool,
+    Field(
+        strict=True,
+        description="whether to learn directions for zeroth order from the public text of the mask, or else "
+        "of the evaluation. Devices then need fewer forward passes",
+    ),
+]
+
+
 class PackageCreate(Closed):
     """Make a package from a quantization and a mask of the same model, or from a quantization and an
     adapter.
@@ -102,6 +112,7 @@ class PackageCreate(Closed):
     mask_id: Id | None = Field(default=None, description="mask of the model")
     adapter: Adapter | None = None
     quantization_id: Id = Field(description="quantization of the same model")
+    basis: Basis = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -220,6 +231,7 @@ class BuildCreate(Closed):
     # classes. So it must be given even here.
     quantization: QuantizationOptions = Nf4(scheme=SchemeName.NF4)
     evaluation_corpus_id: EvaluationCorpus = None
+    basis: Basis = False
 
     @model_validator(mode="before")
     @classmethod
@@ -256,6 +268,7 @@ class BuildCreate(Closed):
             mask_id=mask_id,
             adapter=self.adapter,
             quantization_id=quantization_id,
+            basis=self.basis,
         )
 
 

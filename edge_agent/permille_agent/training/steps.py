@@ -215,7 +215,11 @@ def planned_descent(run: Run, plan: Plan, number: int, total_steps: int) -> Desc
         basis_steps=min(BASIS_STEPS, total_steps) if run.basis and number < _descents(run) else 0,
     )
     if run.options.has_log:
-        return replace(descent, header=descent.header.with_step_unit())
+        header = descent.header.with_step_unit()
+        if run.basis and header.basis_steps:
+            unit = min(header.step_unit_exponent, run.basis.step_unit_exponent)
+            header = replace(header, step_unit_exponent=unit)
+        return replace(descent, header=header)
     exponent = unit_exponent(rate)
     if run.start is not None:  # a coarser unit could not represent the start exactly
         exponent = min(exponent, run.start.step_unit_exponent)

@@ -34,6 +34,7 @@ def test_a_basis_is_part_of_the_parent_and_comes_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.columns_RK, expected.columns_RK)
     assert (found.reach, found.length) == (0.25, 0.5)
     assert found.norm == pytest.approx(90 * package.k**0.5)
+    assert 128 <= found.length / found.norm / 2.0**found.step_unit_exponent < 256
     assert package.basis() is None and stored_basis(package.blobs, package.manifest) is None
 
 

@@ -11,10 +11,12 @@ import pytest
 
 from permille.choices import EstimatorKind
 from permille.package.manifest import Manifest
+from permille.package.reader import Package
+from permille.schemas.jobs import JobKind
 from permille.schemas.runs import LogForm
 from permille.store import devices, rows, runs, uploads
 from permille.store.tables import Artifact, Job, Run
-from permille.zo.header import LogHeader, Schedule
+from permille.zo.header import DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import state_digest
 from permille.zo.log import decode_canonical, encode_canonical
 from permille.zo.packed_state import StateHeader, StateOrigin, encode_state
@@ -22,7 +24,7 @@ from permille.zo.records import StepFlag, StepRecord
 from permille.zo.replay import replay
 from tests.artifacts import QUOTA
 from tests.unit.workers.conftest import Bench
-from tests.unit.workers.jobs import manifest_of, succeeded
+from tests.unit.workers.jobs import build_request, made_by, manifest_of, succeeded
 
 RUN_ID = "5a0d2d3c-1c51-4b71-9a53-0d4f1f2f7c11"
 
@@ -105,6 +107,24 @@ def test_replay_verifies_the_devices_state(bench: Bench, package: Artifact) -> N
     data = shared_log(bench, package)
     run = replayed(bench, package, data, state_of(data))
     assert (run.log_state, run.log_reason, run.state_digest) == ("verified", None, state_of(data))
+
+
+def test_a_log_in_a_basis_is_replayed_with_the_basis_of_its_package(bench: Bench) -> None:
+    package = made_by(bench, JobKind.BUILD, build_request(bench, basis=True))
+    one_sided = {"estimator": EstimatorKind.ONE_SIDED, "directions": DirectionKind.GROUPS}
+    data = shared_log(bench, package, basis_steps=3, **one_sided)
+    log = decode_canonical(data, max_bytes=1 << 20, max_steps=100)
+    basis = Package.open(bench.blobs, package.digest).basis()
+    s_K = replay(log.header, log.coefficients_TQ, basis=basis)
+    expected = state_digest(s_K, mask_digest=log.header.mask_digest, step_unit_exponent=-20)
+    run = replayed(bench, package, data, expected)
+    assert (run.log_state, run.log_reason) == ("verified", None)
+
+
+def test_a_log_in_a_basis_that_its_package_lacks_is_refused(bench: Bench, package: Artifact) -> None:
+    one_sided = {"estimator": EstimatorKind.ONE_SIDED, "directions": DirectionKind.GROUPS}
+    run = replayed(bench, package, shared_log(bench, package, basis_steps=3, **one_sided), None)
+    assert run.log_state == "refused" and "the package has none" in str(run.log_reason)
 
 
 def scaled_state_of(data: bytes, eighths: int) -> str:

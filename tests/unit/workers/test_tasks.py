@@ -13,6 +13,8 @@ from permille.choices import StreamedDataset
 from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import ReadReport, file_texts
 from permille.models.loading import FileTokenizer, load_model
+from permille.package.limits import Role
+from permille.package.manifest import Manifest
 from permille.package.reader import Package, verify_package
 from permille.quantization import dequantize, rounding
 from permille.schemas.fields import EXAMPLE_ULID
@@ -24,6 +26,7 @@ from permille.store import artifacts, inputs, rows
 from permille.store.jobs import claims, queue
 from permille.store.retention.collection import references
 from permille.store.tables import Model
+from permille.training.basis import USERS
 from permille_workers.runtime.context import JobCancelledError, TaskContext
 from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_store
 from permille_workers.tasks import TASKS
@@ -59,6 +62,29 @@ def test_build_makes_a_package_that_a_stranger_accepts(bench: Bench) -> None:
     assert row.size_bytes == sum(bench.blobs.size(digest) for digest in blobs) == package.size_bytes
     with bench.db.read() as session:
         assert {blob.digest for blob in bench.blobs.entries()} == references(session)
+
+
+def test_build_learns_a_basis_if_it_is_asked_to(bench: Bench) -> None:
+    row = made_by(bench, JobKind.BUILD, build_request(bench, basis=True))
+    package = verify_package(bench.blobs, row.digest)
+    basis = package.basis()
+    assert basis is not None and basis.columns_RK.shape == (USERS, package.k)
+    assert package.manifest.provenance["basis"]
+    bare = made_by(bench, JobKind.BUILD, build_request(bench))
+    assert bare.digest == bench.blobs.put_bytes(without_basis(package.manifest).to_bytes())
+
+
+def without_basis(manifest: Manifest) -> Manifest:
+    provenance = {name: value for name, value in manifest.provenance.items() if name != "basis"}
+    layers = tuple(layer for layer in manifest.layers if layer.role is not Role.BASIS)
+    return dataclasses.replace(manifest, layers=layers, provenance=provenance)
+
+
+def test_a_basis_without_public_text_is_refused(bench: Bench) -> None:
+    adapter = {"kind": "lora", "rank": 4}
+    request = {"model_id": bench.model.id, "adapter": adapter, "basis": True}
+    job = bench.finish(JobKind.BUILD, request)
+    assert job.error is not None and "A basis needs public text" in str(job.error["message"])
 
 
 def test_a_notebook_makes_the_layers_of_a_build(bench: Bench, tmp_path: Path) -> None:

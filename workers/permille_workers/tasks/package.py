@@ -7,6 +7,8 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.package.build import ChosenAdapter, ChosenMask
 from permille.package.limits import Role
+from permille.package.reader import Package
+from permille.pipeline.basis import basis_sampling, with_basis
 from permille.pipeline.draw import Drawn
 from permille.pipeline.inputs import versions
 from permille.pipeline.pack import pack, reference_sampling
@@ -20,6 +22,9 @@ from permille.store.tables import Artifact
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.artifacts import layer_of, publishes_package, quantization_of
 from permille_workers.tasks.sources import open_corpus, open_model
+
+_BEFORE_BASIS = 0.2
+"""Progress of a job when it begins to learn a basis."""
 
 
 def run(context: TaskContext, request: PackageCreate) -> Publish:
@@ -44,6 +49,8 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
     origins = {"mask": mask_row and mask_row.provenance, "quantization": quantization.provenance}
     if request.adapter is not None:
         origins["adapter"] = request.adapter.model_dump(mode="json")
+    # Learning a basis takes much longer than everything else.
+    packed = _BEFORE_BASIS if request.basis else 1.0
     package = pack(
         context.blobs,
         model.checkpoint,
@@ -55,8 +62,10 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
         made=versions("tokenizers"),
         work=context.work_folder,
         threads=context.settings.threads,
-        progress=context.progress,
+        progress=lambda fraction, what: context.progress(packed * fraction, what),
     )
+    if request.basis:
+        package = _with_basis(context, package, _corpus_of(mask_row, coded), model.checkpoint)
     return publishes_package(context, quantization.model_id, package.manifest)
 
 
@@ -77,6 +86,29 @@ def _text(context: TaskContext, checkpoint: Checkpoint, corpus_id: str | None) -
 
     corpus, wanted = open_corpus(context, corpus_id), reference_sampling(checkpoint.config)
     return corpus.draw_held_out(FileTokenizer(checkpoint.folder), wanted)[0]
+
+
+def _with_basis(
+    context: TaskContext, package: Package, corpus_id: str | None, checkpoint: Checkpoint
+) -> Package:
+    """Add a basis that is learned from the corpus."""
+    if corpus_id is None:
+        raise InputError(
+            "A basis needs public text. Choose a mask with a corpus, or measure the quantization on one."
+        )
+    from permille.models.loading import FileTokenizer
+
+    corpus, wanted = open_corpus(context, corpus_id), basis_sampling(checkpoint.config)
+    text, _ = corpus.draw_held_out(FileTokenizer(checkpoint.folder), wanted)
+    return with_basis(
+        package,
+        text,
+        threads=context.settings.threads,
+        work=context.work_folder,
+        progress=lambda fraction, what: context.progress(
+            _BEFORE_BASIS + (1 - _BEFORE_BASIS) * fraction, what
+        ),
+    )
 
 
 def _mask(context: TaskContext, mask_row: Artifact) -> ChosenMask:
