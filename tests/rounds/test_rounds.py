@@ -85,7 +85,7 @@ def test_the_bytes_of_a_known_federation_stay() -> None:
         for device in range(3)
     ]
     history.apply([combine(definition, 0, devices), combine(definition, 1, [])])
-    assert history.chain == "sha256:36ef41dbef6f4898b95b036e972263ab67695c92df63f411a384cc56ca74e2f8"
+    assert history.chain == "sha256:6ef457bfcca2282aa286ee0c9227287f12b11ae81196b82a21f30ed3bba4cfb3"
     assert history.digest == "sha256:07b5303478786dfd883eca00db31ebbffc4ee08f23951728412682e1f640e5fa"
 
 
@@ -198,6 +198,7 @@ def test_a_round_that_is_refused_changes_nothing() -> None:
         {"trim_percent": 10},
         {"rule": Rule.TRIMMED},
         {"rule": Rule.TRIMMED, "trim_percent": 10, "max_weight": 2},
+        {"log": {"basis_steps": 1, "estimator": "one_sided", "directions": "groups"}},
     ],
 )
 def test_definitions_that_cannot_work_are_refused(changes: dict[str, Any]) -> None:

@@ -97,6 +97,7 @@ def test_parts_get_the_payloads_of_jobs_of_their_own(db: Database, tenant_id: st
         "mask_id": IDS["mask"],
         "adapter": None,
         "quantization_id": IDS["quantization"],
+        "basis": False,
     }
 
 
@@ -150,6 +151,7 @@ def test_a_build_of_an_adapter_has_no_mask(db: Database, tenant_id: str) -> None
         "mask_id": None,
         "adapter": {**adapter, "alpha": 16, "scope": "all", "seed": 0},
         "quantization_id": IDS["quantization"],
+        "basis": False,
     }
     run(db, build, "package")
     assert (read(db, build).state, read(db, build).progress) == ("succeeded", 1.0)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def test_a_killed_run_continues_to_the_same_bits(package: Package, tmp_path: Pat
 
 @pytest.mark.parametrize("changes", [{"estimator": EstimatorKind.SPSA}, {"first_layer": 1}])
 def test_runs_that_cannot_use_the_basis_take_none_of_its_steps(
-    package: Package, tmp_path: Path, changes: dict[str, object]
+    package: Package, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     run: Run = run_of(package, BigramEngine(package), user_text(tmp_path), tmp_path / "run", **changes)
     assert run.basis is None
