@@ -114,10 +114,12 @@ def basis_of(moved_UK: NDArray[np.float64]) -> Basis:
     squares_U, turned_UU = np.linalg.eigh(moved_UK @ moved_UK.T)
     if not squares_U[0] > 1e-9 * squares_U[-1]:
         raise InputError("The public text moves the masked weights along too few directions for a basis.")
-    column_RK = (moved_UK.T @ turned_UU / np.sqrt(squares_U)).T[::-1]
+    to_RU = (turned_UU / np.sqrt(squares_U)).T[::-1]
+    # One column at a time, because all of them in float64 would need as much memory as the displacements.
+    scale = LARGEST_ELEMENT / max(float(np.abs(to_U @ moved_UK).max()) for to_U in to_RU)
     norm = float(np.linalg.norm(moved_UK, axis=1).mean())
     return Basis(
-        columns_RK=np.rint(column_RK * (LARGEST_ELEMENT / np.abs(column_RK).max())).astype(np.int8),
+        columns_RK=np.stack([np.rint(to_U @ moved_UK * scale).astype(np.int8) for to_U in to_RU]),
         reach=REACH * norm,
         length=LENGTH * norm,
     )

@@ -228,12 +228,9 @@ def _along_columns(
     sign_Q = np.array([1 - 2 * ((column & row).bit_count() % 2) for column in range(columns)])
     scale = basis.reach / basis.norm
     exponent = descent.header.step_unit_exponent
-    values_VK = np.stack(
-        [
-            perturbed(descent.w_base_K, s_K, exponent, column_K, sign * scale)
-            for column_K, sign in zip(basis.columns_RK, sign_Q.tolist(), strict=False)
-        ]
-    )
+    values_VK = np.empty((columns, descent.header.k), dtype=np.float32)
+    for column, sign in enumerate(sign_Q.tolist()):
+        values_VK[column] = perturbed(descent.w_base_K, s_K, exponent, basis.columns_RK[column], sign * scale)
     losses_V = _checked(engine.losses(values_VK, batch), columns)
     slope_Q = np.zeros(queries)
     with np.errstate(invalid="ignore", over="ignore"):

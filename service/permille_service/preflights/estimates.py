@@ -35,6 +35,12 @@ ROUNDING_BATCH = 8  # sequences in a step
 ROUNDING_COPIES = 4  # copies of the model in memory
 ROUNDING_CACHES = 4  # hidden vectors in memory for each token of the text
 ROUNDING_VECTORS = 64  # further hidden vectors in memory for each token of a step
+# Training on public text, for each trained number:
+ADAM_BYTES = 16
+# A basis, with the arguments of `permille.training.basis`: tokens of a step, and the displacements of 8
+# pseudo-users in float64, with as much again for the columns.
+BASIS_TOKENS = 3 * 128
+BASIS_BYTES = 2 * 8 * 8
 # Export of a program:
 EXPORT_COPIES = 6  # copies of the model in memory, in float32
 
@@ -152,27 +158,43 @@ def quantization_needs(
     return Needs(memory_bytes=memory, disk_bytes=codes + plain)
 
 
-def package_needs(sizes: Sizes) -> Needs:
-    """Estimate the needs of a package. Its large files exist already, so the job only adds small ones."""
-    return Needs(
+def package_needs(sizes: Sizes, *, basis: bool) -> Needs:
+    """Estimate the needs of a package. Its large files exist already, so the job only adds small ones.
+
+    A `basis` needs the memory of training, and holds the displacements of all pseudo-users.
+    """
+    trained = sizes.scoped // 100
+    needs = Needs(
         memory_bytes=PROCESS_BYTES + 2 * sizes.largest * FLOAT_BYTES,
-        disk_bytes=sizes.scoped // 100 * FLOAT_BYTES + 32 * 1024 * 1024,
+        disk_bytes=trained * FLOAT_BYTES + 32 * 1024 * 1024,
     )
+    if not basis:
+        return needs
+    package = sizes.scoped + (sizes.parameters - sizes.scoped) * FLOAT_BYTES
+    learned = _training_bytes(sizes, package, BASIS_TOKENS) + BASIS_BYTES * trained
+    return needs.then(Needs(memory_bytes=learned, disk_bytes=BASIS_BYTES * trained))
 
 
 def pooling_needs(sizes: Sizes, request: PoolingCreate, *, package_bytes: int) -> Needs:
     """Estimate the needs of training a pooled state on public text.
 
-    Memory: the memory-mapped package, a hidden vector for each token and decoder layer, the activations of
-    one decoder layer, and the moments of Adam.
+    Memory: that of training, and a second copy of the moments of Adam.
     """
-    tokens = request.rows * request.length
-    activations = tokens * (sizes.layers + 32) * sizes.hidden * FLOAT_BYTES
-    adam = 16 * (sizes.scoped // 100)
+    adam = ADAM_BYTES * (sizes.scoped // 100)
     return Needs(
-        memory_bytes=PROCESS_BYTES + package_bytes + activations + 2 * adam,
+        memory_bytes=_training_bytes(sizes, package_bytes, request.rows * request.length) + adam,
         disk_bytes=adam + 32 * 1024 * 1024,
     )
+
+
+def _training_bytes(sizes: Sizes, package_bytes: int, tokens: int) -> int:
+    """Return the memory of training on `tokens` tokens a step.
+
+    It holds the memory-mapped package, a hidden vector for each token and decoder layer, the activations of
+    one decoder layer, and the moments of Adam.
+    """
+    activations = tokens * (sizes.layers + 32) * sizes.hidden * FLOAT_BYTES
+    return PROCESS_BYTES + package_bytes + activations + ADAM_BYTES * (sizes.scoped // 100)
 
 
 def export_needs(sizes: Sizes) -> Needs:

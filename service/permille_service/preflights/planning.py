@@ -164,7 +164,7 @@ class Planner:
         if request.mask_id is not None:
             self._check_mask(self._part(JobKind.MASK, request.mask_id), quantization)
         sizes = self.sizes(quantization.model_id)
-        return NOTHING if sizes is None else package_needs(sizes)
+        return NOTHING if sizes is None else package_needs(sizes, basis=request.basis)
 
     def _part(self, kind: JobKind, key: str) -> Artifact:
         return artifacts.get(self.session, tenant_id=self.tenant_id, kind=kind, key=key)
@@ -205,7 +205,9 @@ class Planner:
             self._check_adapter(request.adapter, request.model_id)
         quantization = self._quantization(request, request.quantization)
         sizes = self.sizes(request.model_id)
-        return NOTHING if sizes is None else mask.then(quantization).then(package_needs(sizes))
+        if sizes is None:
+            return NOTHING
+        return mask.then(quantization).then(package_needs(sizes, basis=request.basis))
 
     def _pooling(self, request: PoolingCreate) -> Needs:
         package = self._part(JobKind.PACKAGE, request.package_digest)

@@ -8,6 +8,7 @@ from permille_service.preflights.estimates import (
     Capacity,
     Needs,
     mask_needs,
+    package_needs,
     quantization_needs,
     sizes_of,
 )
@@ -74,6 +75,15 @@ def test_int8_has_twice_the_codes() -> None:
         needs = quantization_needs(SIZES, options, evaluated=False, memory_bytes=None)
         disk[options.scheme] = needs.disk_bytes
     assert disk["int8"] - disk["int4"] == SIZES.scoped // 2
+
+
+def test_a_basis_needs_the_memory_of_training_and_keeps_displacements() -> None:
+    plain, learned = (package_needs(SIZES, basis=basis) for basis in (False, True))
+    trained = SIZES.scoped // 100
+    # The displacements of eight pseudo-users are in float64, and a step has three rows of 128 tokens.
+    assert learned.disk_bytes - plain.disk_bytes >= 8 * 8 * trained
+    assert learned.memory_bytes >= PROCESS_BYTES + 3 * 128 * SIZES.layers * SIZES.hidden * 4 + 8 * 8 * trained
+    assert plain.memory_bytes < learned.memory_bytes
 
 
 def test_jobs_in_a_row_need_the_larger_memory_and_the_sum_of_the_disk() -> None:
