@@ -56,6 +56,7 @@ def test_the_chosen_model_follows_the_rule_of_the_agent() -> None:
     short = {"state": result(4.0), "memory": result(3.0), "both": result(3.5)}
     assert Point("a", 999, short).chosen == "memory"
     assert Point("a", 1000, short).chosen == "both"
+    assert Point("a", 1000, short | {"both": result(3.5, fault="lose the answer")}).chosen == "memory"
     names = {"state": 3.1, "memory": 3.3, "both": 3.2}
     long = {name: result(4.0, select=loss) for name, loss in names.items()}
     assert Point("a", 10_000, long).chosen == "state"
@@ -67,18 +68,18 @@ def test_the_page_names_what_is_missing_and_the_picture_draws_the_rest(tmp_path:
     cells.keep("prompt", {"text": "pepys", "tokens": 1000}, result(4.1))
     given = {"text": "pepys", "tokens": 1000}
     cells.keep("memory", given | {"positions": 512}, result(4.2, bytes=6_269_136))
-    cells.keep("memory", given | {"positions": 768}, result(4.15, bytes=9_403_600))
+    cells.keep("memory", given | {"positions": 1024}, result(4.15, bytes=12_538_065))
     trained = result(4.25, strength=7, steps=20, train_s=99.0)
     cells.keep("state", given | {"seed": 0}, trained)
-    cells.keep("both", given | {"seed": 0, "positions": 512}, result(4.0))
+    cells.keep("both", given | {"seed": 0, "positions": 1024}, result(4.0))
     cells.keep("base", {"text": "618"}, result(5.8))
-    cells.keep("memory", {"text": "618", "tokens": 1200, "positions": 512}, result(4.0))
+    cells.keep("memory", {"text": "618", "tokens": 1200, "positions": 1024}, result(4.0))
 
     found = tables(tmp_path)
 
     lines = {line.split("|")[2].strip(): line for line in found["curve"].splitlines() if "pepys" in line}
     assert [cell.strip() for cell in lines["1,000"].split("|")[3:-1]] == [
-        *("4.600", "4.100", "4.100", "4.250", "4.200", "4.000"),
+        *("4.600", "4.100", "4.100", "4.250", "4.150", "4.000"),
     ]
     assert "3,000" not in lines
     assert ": pepys with 3,000, 10,000, 30,000 tokens; muir with 1,000, 3,000, " in found["missing"]
@@ -86,8 +87,8 @@ def test_the_page_names_what_is_missing_and_the_picture_draws_the_rest(tmp_path:
     assert "+0.000" in found["general"]
     rows = [line.split("|")[3:-1] for line in found["positions"].splitlines()[2:]]
     assert [[cell.strip() for cell in row] for row in rows] == [
-        ["512", "6.3 MB", "4.200", "4.000"],
-        ["768", "9.4 MB", "4.150", "–"],
+        ["512", "6.3 MB", "4.200", "–"],
+        ["1,024", "12.5 MB", "4.150", "4.000"],
     ]
     assert "618" in found["people"]
 

@@ -141,7 +141,7 @@ def train(
         int | None,
         typer.Option(
             help="Largest number of tokens of your text that the model keeps in its memory, at least 16. "
-            "0 makes none. Default: 512. Runs with --engine torch or executorch, and runs that share their "
+            "0 makes none. Default: 1024. Runs with --engine torch or executorch, and runs that share their "
             "log or state, have none."
         ),
     ] = None,

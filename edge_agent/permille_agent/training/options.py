@@ -21,7 +21,7 @@ from permille_agent.training.engines import ANY_ENGINE, AUTO, EXECUTORCH, OpenEn
 from permille_agent.training.progress import SILENT, RunProgress
 
 DEFAULT_MINUTES = 30.0
-DEFAULT_MEMORY = 512
+DEFAULT_MEMORY = 1024
 # A smaller memory has no room for BOS, a separator and text.
 LEAST_MEMORY = 16
 DEFAULT_ESTIMATOR = EstimatorKind.GRADIENT

@@ -31,8 +31,8 @@ FEWEST_EVALUATIONS = 4  # with fewer, a descent that diverges would be found too
 EVALUATION_SHARE = 0.2  # part of the training time for evaluations; the fewest are made in any case
 JUDGEMENT_SHARE = (0.05, 0.4)  # smallest and largest part of the time for the judgement
 JUDGED = 3  # number of models that the judgement evaluates: the base, the new one, and often the active one
-# The judgement of a run with a memory takes this many times as long. The state is also judged alone, the
-# memory is read, and four models are evaluated on the select split.
+# The judgement of a run with a memory takes this many times as long. The state is also judged alone, and four
+# models are evaluated on the select split.
 WITH_MEMORY = 1.5
 TIMED_ROWS = 8  # number of rows that are evaluated to measure the time per token
 # Gradient runs with a time limit make at most this many passes over the text, or `LEAST_STEPS` steps if that
@@ -205,9 +205,20 @@ def _budget(run: Run, epsilon: float) -> Budget:
         60.0 * float(run.options.minutes or 0.0),
         step_s=pace.step_s * _trainings(run),
         evaluation_s=pace.token_s * _tokens(rows),
-        judgement_s=pace.token_s * _tokens(run.prepared.test) * (WITH_MEMORY if run.options.memory else 1),
+        judgement_s=pace.token_s * _judged_tokens(run),
         most_steps=_most_steps(run),
     )
+
+
+def _judged_tokens(run: Run) -> float:
+    """Return the tokens that the judgement reads for each of `JUDGED` models."""
+    tokens, most = _tokens(run.prepared.test), run.options.memory
+    if not most:
+        return tokens
+    texts = [*(stage.read for stage in run.prepared.stages), run.prepared.read]
+    read = sum(min(most, sum(len(document.ids_T) for document in text)) for text in texts)
+    # The base and the state read their own memories.
+    return WITH_MEMORY * tokens + 2 * read / JUDGED
 
 
 def _most_steps(run: Run) -> float:

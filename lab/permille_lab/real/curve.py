@@ -115,9 +115,8 @@ class Curve:
 
     def prompt(self, text: Text, tokens: int) -> Result:
         """Measure the base after the newest tokens of a text."""
-        documents, begins = text.newest(tokens), len(text.own[0].bos)
-        ids_S = memory_tokens(documents, self._separator(), tokens * len(documents) + tokens)
-        ids_S = np.concatenate([ids_S[:begins], ids_S[begins:][begins - tokens :]])
+        documents = text.newest(tokens)
+        ids_S = memory_tokens(documents, self._separator(), tokens)
         begun = time.process_time()
         known = remembering(self._study.engine).read(self._base_K, ids_S)
         seconds = round(time.process_time() - begun, 2)
@@ -155,7 +154,8 @@ class Curve:
         data = encode_memory(self._package, None, read)
         engine = self._after(decode_memory(self._package, None, data), text)
         found = self._losses(text, engine, values_K, person)
-        return found | {"positions": len(ids_S), "bytes": len(data), "read_s": seconds}
+        found |= {"positions": len(ids_S), "bytes": len(data), "read_s": seconds}
+        return found | {"fault": self._subject.fault(engine, values_K)}
 
     def _losses(
         self, text: Text, engine: Engine, values_K: NDArray[np.float32], person: Person | None = None

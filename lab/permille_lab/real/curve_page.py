@@ -1,7 +1,8 @@
 """Tables and picture of docs/results/prompt-or-training.md, from finished cells of `curve`.
 
 A cell that was not measured is a dash. `chosen` is the model that the agent makes of a text of this length:
-the memory below 1,000 tokens, both below 5,400, else the one with the lowest loss on the select part.
+the memory below 1,000 tokens, both below 5,400, else the one with the lowest loss on the select part. A
+model with a memory is left out if it spoils an answer.
 """
 
 from collections import Counter
@@ -25,7 +26,7 @@ PEOPLE = (
 )
 SIZES = (500, 1_000, 3_000, 10_000, 30_000)
 PROMPTS = (1_024, 2_048)
-MEMORY = 512
+MEMORY = 1_024
 LITTLE_TOKENS, NEEDED_TOKENS = 1_000, 5_400
 _LINES = ("base", "prompt", "state", "memory", "both")
 _WIDTH, _HEIGHT = 300.0, 260.0
@@ -56,9 +57,14 @@ class Point:
         """Name of the model that the agent makes of this text."""
         if self.tokens < LITTLE_TOKENS:
             return "memory"
-        select = {name: self.loss(name, "select") for name in ("state", "memory", "both")}
+        fitting = [*filter(self._keeps_answers, ("both", "memory")), "state"]
+        select = {name: self.loss(name, "select") for name in fitting}
         measured = {name: loss for name, loss in select.items() if loss is not None}
-        return min(measured, key=measured.__getitem__) if len(measured) == len(select) else "both"
+        return min(measured, key=measured.__getitem__) if len(measured) == len(select) else fitting[0]
+
+    def _keeps_answers(self, name: str) -> bool:
+        found = self.results.get(name)
+        return found is None or not found.get("fault")
 
 
 def tables(results: Path) -> dict[str, str]:

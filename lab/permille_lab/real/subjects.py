@@ -69,16 +69,19 @@ class Subject:
 
     def strength(self, values_K: NDArray[np.float32]) -> Strength:
         """Return the strength of a state, as the agent chooses it with its default bound."""
-        engine, tokenizer = self.study.engine, self.study.tokenizer
-        base, answers = self._base
+        engine, (base, _) = self.study.engine, self._base
 
         def rise_of(eighths: int) -> float:
             return self.reference.loss(engine, self.at(values_K, eighths)) - base
 
         def fault_at(eighths: int) -> str:
-            return compare_answers(engine, self.at(values_K, eighths), tokenizer, answers)[1]
+            return self.fault(engine, self.at(values_K, eighths))
 
         return choose_strength(rise_of, KEEP_GENERAL, fault_at)
+
+    def fault(self, engine: Engine, values_K: NDArray[np.float32]) -> str:
+        """Return what is wrong with an answer that the base gives rightly, or "" if all stay right."""
+        return compare_answers(engine, values_K, self.study.tokenizer, self._base[1])[1]
 
     @cached_property
     def _base(self) -> tuple[float, BaseAnswers]:

@@ -63,13 +63,16 @@ def document(ids: list[int], bos: tuple[int, ...] = ()) -> TokenizedDocument:
     return TokenizedDocument(numbers, np.ones(len(ids), np.bool_), np.ones(len(ids), np.int64), bos)
 
 
-def test_a_memory_is_bos_and_the_text_or_pieces_of_all_of_it() -> None:
+def test_a_memory_is_bos_and_the_text_or_its_end() -> None:
     text = [document([5, 6, 7], (2,)), document([8, 9], (2,))]
     assert memory_tokens(text, (1,), 100).tolist() == [2, 5, 6, 7, 1, 8, 9, 1]
     long = [document(list(range(5, 1000)))]
-    found = memory_tokens(long, (0, 1), 256).tolist()
-    assert found == [*range(5, 131), 0, 1, *range(874, 1000), 0, 1]
-    assert memory_tokens([document(list(range(20, 300)), (2,))], (1,), 10).tolist() == [2, *range(20, 28), 1]
+    assert memory_tokens(long, (0, 1), 256).tolist() == [*range(746, 1000), 0, 1]
+    assert memory_tokens([document(list(range(20, 300)), (2,))], (1,), 10).tolist() == [
+        2,
+        *range(292, 300),
+        1,
+    ]
 
 
 def test_the_best_of_state_memory_and_both_is_judged_and_used(device: Device) -> None:
@@ -265,7 +268,7 @@ def test_a_memory_may_be_all_of_a_model(device: Device, monkeypatch: pytest.Monk
 
 
 def test_sizes_of_memories_fit_the_model_and_the_engine() -> None:
-    assert TrainOptions(steps=1).within(8192).memory == 512
+    assert TrainOptions(steps=1).within(8192).memory == 1024
     assert TrainOptions(steps=1).within(512).memory == 256
     assert TrainOptions(steps=1).within(100).memory == 0
     assert TrainOptions(steps=1, row_tokens=60).within(100).memory == 40
@@ -278,7 +281,7 @@ def test_sizes_of_memories_fit_the_model_and_the_engine() -> None:
     chosen = {
         name: options_for(Training(), engine=name, share_log=False).memory for name in ("auto", "torch")
     }
-    assert chosen == {"auto": 512, "torch": 0}
+    assert chosen == {"auto": 1024, "torch": 0}
     with pytest.raises(InputError, match="executorch cannot compute a memory"):
         options_for(Training(), engine="executorch", share_log=False, memory=1)
 

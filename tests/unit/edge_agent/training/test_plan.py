@@ -113,3 +113,16 @@ def test_the_forecast_is_told_before_the_first_step(package: Package, tmp_path: 
     make_plan(Run(**{name: getattr(run, name) for name in Run.__dataclass_fields__} | {"progress": told}))
     assert told.phases[-1].startswith("a step takes ")
     assert RunFolder(tmp_path / "runs/a").journal(0).exists() is False
+
+
+def test_a_run_keeps_time_for_its_memories(package: Package, tmp_path: Path) -> None:
+    text, engine = user_text(tmp_path), bigram_engine(package)
+    limits = []
+    for memory in (0, 16, 1024):
+        timed: dict[str, Any] = {"steps": None, "minutes": 2000.0, "memory": memory}
+        limit_s = make_plan(
+            _begun(run_of(package, engine, text, tmp_path / f"{memory}", **timed), 1.0)
+        ).limit_s
+        assert limit_s is not None
+        limits.append(limit_s)
+    assert limits[0] > limits[1] > limits[2]
