@@ -2,10 +2,10 @@
 
 - The select split chooses the model with the lowest loss. If this is the base, nothing is judged.
 - A short text has no select split. There, the rule is fixed: both if there is a state, else the memory. On
-  every text and size that was measured, state and text together had the lowest loss (docs/adr/0040).
+  nearly all texts that were measured, both had the lowest loss (docs/results/prompt-or-training.md).
 - With the memory on, the base's right answers to general questions must stay right. If they do not, the
-  choice is made again without the memory. The bound on the loss on general text holds for the state alone,
-  because a request can leave the memory off. The loss with the memory on is shown.
+  next best model is taken, such as the memory alone. The bound on the loss on general text holds for the
+  state alone, because a request can leave the memory off. The loss with the memory on is shown.
 """
 
 import math
@@ -35,7 +35,8 @@ class Parts:
         tokens: positions of the memory.
         losses: losses on the select split, or on the tested parts of a short text, in nats per token. None
             replaces a loss that is not finite.
-        fault: what the memory would do to an answer, such as `lose the answer to "What ...?"`. "" if none.
+        fault: what the best model with a memory would do to an answer, such as `lose the answer to "What
+            ...?"`. "" if none.
         general: loss on general text with the memory on. None if the chosen model has no memory, or the
             package has no reference text.
     """
@@ -57,7 +58,7 @@ class Parts:
         words = names.get(self.chosen, self.chosen.value)
         words += f", chosen by the losses: {', '.join(finite)}" if finite else ", untested"
         if self.fault:
-            words += f"; a memory would {self.fault}"
+            words += f"; {'a better one' if self.chosen.has_memory else 'a memory'} would {self.fault}"
         if self.chosen.has_memory:
             words += f"; the memory has {self.tokens} positions"
         if self.general is not None and off is not None and off.loss is not None:
@@ -142,11 +143,13 @@ def _choose(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) 
     order = list(reversed(candidates.parts))
     if run.prepared.select:
         order = sorted(found, key=lambda part: found[part] if math.isfinite(found[part]) else math.inf)
-    chosen, fault, general = order[0], "", None
-    if chosen.has_memory:
-        fault = _fault(run, candidates.whole(chosen))
-        if fault:
-            chosen = next((part for part in order if not part.has_memory), Part.BASE)
+    chosen, fault, general = Part.BASE, "", None
+    for part in order:
+        found_fault = _fault(run, candidates.whole(part)) if part.has_memory else ""
+        if not found_fault:
+            chosen = part
+            break
+        fault = fault or found_fault
     if chosen.has_memory:
         if run.reference is not None:
             general = finite_or_none(run.reference.loss(*candidates.whole(chosen)))

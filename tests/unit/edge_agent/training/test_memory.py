@@ -296,6 +296,20 @@ def test_a_memory_that_loses_an_answer_is_not_chosen(device: Device, monkeypatch
     assert not folder_of(device, result).memory.exists()
 
 
+def test_the_next_best_model_is_chosen_if_the_best_one_loses_an_answer(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = iter(['lose the answer to "Why?"', ""])
+    monkeypatch.setattr(chosen_parts, "compare_answers", lambda *_: ((), next(faults)))
+    result = train(device)
+    parts = decision_of(result).parts
+    assert parts is not None
+    assert parts.chosen is sorted(parts.losses, key=lambda part: parts.losses[part] or 0.0)[1]
+    assert parts.chosen.has_memory
+    assert 'a better one would lose the answer to "Why?"' in parts.words()
+    assert folder_of(device, result).memory.exists()
+
+
 def test_a_text_that_is_too_short_for_a_test_becomes_a_memory(device: Device, tmp_path: Path) -> None:
     device = replace(device, text=user_text(tmp_path, 20))
     result, again = train(device), train(device)
