@@ -61,8 +61,8 @@ MODELS = {
     "smollm2": Model(
         root=SMOLLM2.parent,
         add=("--gguf", SMOLLM2.name),
-        build=("--sequences", "16", "--length", "128"),
-        zeroth_order=("--steps", "8", "--queries", "4", "--rows", "1", "--row-tokens", "64"),
+        build=("--sequences", "16", "--length", "128", "--basis"),
+        zeroth_order=("--steps", "4"),
         gradient=("--steps", "12"),
         ask=("--chat", "--temperature", "0", "--max-tokens", "48"),
         questions=("Tell me about your garden today.", "What is the capital of France?"),
@@ -71,7 +71,10 @@ MODELS = {
     "example": Model(
         root=EXAMPLES,
         add=("--folder", "model"),
-        build=("--density", "0.005", "--sequences", "64", "--length", "256", "--evaluate-on", "example"),
+        build=(
+            *("--density", "0.005", "--sequences", "64", "--length", "256"),
+            *("--evaluate-on", "example", "--basis"),
+        ),
         zeroth_order=("--steps", "20"),
         gradient=("--steps", "80"),
         ask=("--max-tokens", "48", "--temperature", "0.7", "--seed", "1"),
@@ -82,13 +85,16 @@ MODELS = {
 REPLAY = """
 import sys
 from pathlib import Path
+from permille.package.blobs import BlobFolder
+from permille.package.reader import Package
 from permille.zo.journal import read_journal
 from permille.zo.lattice import state_digest
 from permille.zo.records import coefficients_of
 from permille.zo.replay import replay
 contents = read_journal(Path(sys.argv[1]))
 header = contents.header
-s_K = replay(header, coefficients_of(contents.records[: int(sys.argv[2])], header))
+basis = Package.open(BlobFolder(Path(sys.argv[3])), header.package_digest).basis()
+s_K = replay(header, coefficients_of(contents.records[: int(sys.argv[2])], header), basis=basis)
 print(state_digest(s_K, mask_digest=header.mask_digest, step_unit_exponent=header.step_unit_exponent))
 """
 
@@ -196,7 +202,8 @@ def zeroth_order(programs: Programs, model: Model) -> int:
         return 0
     print(f"   steps in the log: {decision['step']}. Their result, as three programs compute it:")
     journal = programs.device / "runs" / run["run"] / f"descent-{decision['descent']}.journal"
-    fresh = [sys.executable, "-c", REPLAY, str(journal), str(decision["step"])]
+    blobs = programs.device / "blobs"
+    fresh = [sys.executable, "-c", REPLAY, str(journal), str(decision["step"]), str(blobs)]
     digests = {
         "device": decision["state_digest"],
         "service": verified(programs),

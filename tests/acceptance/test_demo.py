@@ -63,8 +63,8 @@ def test_demo_of_the_example_model(stack: str, tmp_path: Path) -> None:
 def test_a_real_chat_model_gains_and_keeps_its_head(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A few zeroth-order steps do not lower the loss of this model, so they leave no log to replay. The test
-    # of the example model covers this part, and `make demo` runs it on SmolLM2.
+    # A basis and its steps take minutes. The test of the example model covers this part, and `make demo` runs
+    # it on SmolLM2.
     monkeypatch.setattr(demo, "zeroth_order", lambda *_: 0)
     short = replace(
         MODELS["smollm2"], build=("--sequences", "2", "--length", "128"), gradient=("--steps", "6")
