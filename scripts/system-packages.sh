@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install the programs that the tests need: Redis, PostgreSQL, Chromium, and tools that check deploy/. If this
+# Install the programs that the tests need: Redis, PostgreSQL, Chromium, a registry, and tools that check deploy/. If this
 # does not run as root, or apt-get is missing, print the command to type. Arguments are further programs, such as
 # wrk for `make bench-service`.
 set -euo pipefail
@@ -11,6 +11,8 @@ command -v nginx >/dev/null 2>&1 || [ -x /usr/sbin/nginx ] || missing+=(nginx-li
 command -v promtool >/dev/null 2>&1 || missing+=(prometheus)
 command -v docker-compose >/dev/null 2>&1 || missing+=(docker-compose)
 command -v systemd-analyze >/dev/null 2>&1 || missing+=(systemd)
+command -v docker-registry >/dev/null 2>&1 || missing+=(docker-registry)
+command -v skopeo >/dev/null 2>&1 || missing+=(skopeo)
 command -v openssl >/dev/null 2>&1 || missing+=(openssl)
 for program in "$@"; do
   command -v "$program" >/dev/null 2>&1 || missing+=("$program")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-ROWS = range(1, 31)
+ROWS = range(1, 32)
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "security.md"
 TESTS = Path(__file__).parents[1]
 _PROPERTY = "attack"

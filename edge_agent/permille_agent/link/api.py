@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import httpx
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -131,6 +131,28 @@ class Credentials:
 
     device_id: str
     identity: Identity
+
+
+class BlobSource(Protocol):
+    """A source of a package's files: the service, or what an extension names. Callers check all bytes."""
+
+    @property
+    def connection(self) -> Connection:
+        """The connection, for waits between attempts."""
+
+    def manifest(self, package_digest: str) -> bytes:
+        """See `DeviceApi`."""
+
+    def blob(
+        self, package_digest: str, blob_digest: str, *, start: int, etag: str
+    ) -> AbstractContextManager[httpx.Response]:
+        """See `DeviceApi`."""
+
+    def blob_range(self, package_digest: str, blob_digest: str, begin: int, end: int) -> bytes:
+        """See `DeviceApi`."""
+
+    def forget_token(self) -> None:
+        """See `DeviceApi`."""
 
 
 class DeviceApi:

@@ -71,7 +71,15 @@ class RequestRefusedError(InputError):
 
 
 class AccessRefusedError(OperatorError):
-    """The service does not accept this device: revoked, unenrolled, or never enrolled."""
+    """The service does not accept this device: revoked, unenrolled, or never enrolled.
+
+    Attributes:
+        challenge: the header `WWW-Authenticate`, which says what the server asks for, or "".
+    """
+
+    def __init__(self, message: str, *, challenge: str = "") -> None:
+        super().__init__(message)
+        self.challenge = challenge
 
 
 def check_server(server: str) -> str:
@@ -326,7 +334,7 @@ def _refuse(response: httpx.Response, data: bytes) -> None:
     if status in LATER_STATUSES:
         raise ServiceUnavailableError(message, retry_after_s=stated_wait_s(response.headers))
     if status in (401, 403):
-        raise AccessRefusedError(message)
+        raise AccessRefusedError(message, challenge=response.headers.get("www-authenticate", ""))
     if status in (421, 507) or status < 400:  # a wrong host name, a full disk, or an unexpected redirect
         raise OperatorError(message)
     raise RequestRefusedError(message, status=status, problem=problem)

@@ -19,7 +19,7 @@ import httpx
 from permille.errors import OperatorError, PackageError
 from permille.files import fsync_folder, write_atomic
 from permille.package.blobs import BlobFolder
-from permille_agent.link.api import DeviceApi
+from permille_agent.link.api import BlobSource
 from permille_agent.link.client import AccessRefusedError, RequestRefusedError, ServiceUnavailableError
 from permille_agent.link.transport import LEAST_RATE
 
@@ -30,6 +30,7 @@ class Download:
     """Download of one blob to the blob folder.
 
     Args:
+        source: the service, or another source of blobs.
         partial: folder of unfinished downloads, on the same file system as `blobs`.
         size_bytes: size in the verified manifest. More bytes are never written.
         progress: called with the number of added bytes, which is negative if bytes are discarded.
@@ -37,7 +38,7 @@ class Download:
 
     def __init__(
         self,
-        api: DeviceApi,
+        source: BlobSource,
         blobs: BlobFolder,
         partial: Path,
         *,
@@ -47,7 +48,7 @@ class Download:
         progress: Progress = lambda _added: None,
     ) -> None:
         hexadecimal = blobs.path(digest).name
-        self._api = api
+        self._source = source
         self._blobs = blobs
         self._package_digest = package_digest
         self._digest = digest
@@ -100,7 +101,7 @@ class Download:
                 # The clock of a token stands still while the device sleeps. So sign in again, but give up if
                 # the new token is refused, too.
                 refused_token = True
-                self._api.forget_token()
+                self._source.forget_token()
             except RequestRefusedError as exc:
                 if exc.status != 416:
                     raise
@@ -111,16 +112,16 @@ class Download:
                 failures = 0 if grown > LEAST_RATE * (now_s - since_s) else failures + 1
                 refused_token = refused_token and grown <= 0  # bytes prove that the new token was accepted
                 since_s = now_s
-                wait_s = self._api.connection.wait_before_retry(failures, exc)
+                wait_s = self._source.connection.wait_before_retry(failures, exc)
                 if wait_s is None:
                     raise
-                self._api.connection.pause(wait_s)
+                self._source.connection.pause(wait_s)
         if stored > self._size_bytes:
             raise PackageError("blob-size", self._expected(str(stored)))
 
     def _continue(self, stored: int) -> None:
         etag = self._stored_etag()
-        with self._api.blob(self._package_digest, self._digest, start=stored, etag=etag) as response:
+        with self._source.blob(self._package_digest, self._digest, start=stored, etag=etag) as response:
             # The server sends the whole blob if the ETag differs, or if it does not support ranges.
             if not (response.status_code == 206 and _range_start(response) == stored):
                 self._restart()

@@ -1,6 +1,7 @@
 """The part of an extension for the agent: choices of versions, trainings, choices of the user, status."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, Protocol
 
 from permille.errors import PermilleError
 from permille.extensions import extensions
-from permille_agent.link.api import DeviceApi
+from permille_agent.link.api import BlobSource, DeviceApi
 from permille_agent.link.enrolment import Enrolment
 from permille_agent.link.trust import TrustedReleases
 from permille_agent.state.home import Home
@@ -110,6 +111,7 @@ class AgentExtension:
         packages: reads the digests of the packages that must stay on the disk.
         assignments: trainings that the service asks for, or None.
         choices: choices of the user that `forget` withdraws, or None.
+        blobs: opens the source of packages' files that the user has chosen, or returns None for the service.
         sent: describes what has left the device, for the page of a run.
         embedded: what `permille_agent.embed` offers to other programs, by its name there.
     """
@@ -121,6 +123,7 @@ class AgentExtension:
     packages: Callable[[Home], Iterable[str]] = lambda _home: ()
     assignments: Assignments | None = None
     choices: Choices | None = None
+    blobs: Callable[[Home], AbstractContextManager[BlobSource] | None] = lambda _home: None
     sent: Callable[[Home], str] = lambda _home: ""
     embedded: Mapping[str, Any] = field(default_factory=dict)
 
@@ -143,3 +146,9 @@ def assignments() -> dict[str, Assignments]:
 def choices() -> list[Choices]:
     """Return the choices of the user in the installed extensions."""
     return [extension.choices for extension in agent_extensions() if extension.choices is not None]
+
+
+def blob_source(home: Home, api: DeviceApi) -> AbstractContextManager[BlobSource]:
+    """Open the source of packages' files: what an extension names, else the service."""
+    found = (extension.blobs(home) for extension in agent_extensions())
+    return next(filter(None, found), nullcontext(api))

@@ -1,7 +1,8 @@
 """Erasing of the user's data, and the end of an enrolment.
 
 - `forget` erases all files in the home folder, including those of later versions, except for these:
-    - the identity, the enrolment, signed metadata, packages, partial downloads, the policy and lock files,
+    - the identity, the enrolment, signed metadata, packages, partial downloads, the policy, the choice of a
+      registry, and lock files,
     - the privacy ledger, and `consent.json`, in which consent is withdrawn,
     - what the service must still be told: requests to delete logs, and choices to leave federations.
 - Files are overwritten and then removed. Copies in snapshots, journals, spare flash cells, backups and swap
@@ -214,7 +215,8 @@ def unenroll(home: Home, api: DeviceApi | None) -> None:
     if api is not None:
         _leave_service(home, api)
     try:
-        for path in (home.identity_key, home.enrolment, home.ca_file, home.rollout, *home.reports.iterdir()):
+        files = (home.identity_key, home.enrolment, home.ca_file, home.rollout, home.registry)
+        for path in (*files, *home.reports.iterdir()):
             if path.is_file():
                 erase(path)
         # The memberships end with the enrolment, and the device trusts no service any more.
@@ -254,6 +256,7 @@ def _erasable(home: Home) -> Iterator[Path]:
         home.ca_file,
         home.releases,
         home.policy,
+        home.registry,
         home.consent,
         home.ledger,
         home.consent.with_suffix(".lock"),

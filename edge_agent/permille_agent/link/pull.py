@@ -32,7 +32,7 @@ from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
 from permille_agent.link.enrolment import Enrolment
-from permille_agent.link.extension import Chosen, version_choices
+from permille_agent.link.extension import Chosen, blob_source, version_choices
 from permille_agent.link.install import install, try_package
 from permille_agent.link.trust import TrustedReleases
 from permille_agent.link.verify import Verified, packages_in_use, verify_package_files
@@ -285,16 +285,17 @@ def _download(
         done += added
         progress(done, plan.download_bytes)
 
-    for layer in plan.layers:
-        Download(
-            api,
-            blobs,
-            home.partial,
-            package_digest=package_digest,
-            digest=layer.digest,
-            size_bytes=layer.size_bytes,
-            progress=advance,
-        ).run()
+    with blob_source(home, api) as source:
+        for layer in plan.layers:
+            Download(
+                source,
+                blobs,
+                home.partial,
+                package_digest=package_digest,
+                digest=layer.digest,
+                size_bytes=layer.size_bytes,
+                progress=advance,
+            ).run()
 
 
 def _install(home: Home, blobs: BlobFolder, release: InstalledRelease, plan: DownloadPlan) -> None:

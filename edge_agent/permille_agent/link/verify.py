@@ -9,6 +9,7 @@ Callers are `permille-agent verify`, the daemon once a day, and `pull` if a pack
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,10 @@ from permille.package.blobs import BlobFolder
 from permille.package.blocks import Block, damaged_blocks, mend_block, package_blocks
 from permille.package.limits import BLOCKED_ROLES, MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Layer, Manifest
-from permille_agent.link.api import DeviceApi
+from permille_agent.link.api import BlobSource, DeviceApi
 from permille_agent.link.client import RequestRefusedError
 from permille_agent.link.download import Download
-from permille_agent.link.extension import agent_extensions
+from permille_agent.link.extension import agent_extensions, blob_source
 from permille_agent.state.home import Home
 from permille_agent.state.models import read_releases, referenced_models
 
@@ -48,7 +49,7 @@ class _Damage:
     """A damaged blob or block. `mend` repairs it and returns the number of downloaded bytes."""
 
     what: str
-    mend: Callable[[DeviceApi], int]
+    mend: Callable[[BlobSource], int]
 
 
 def verify(home: Home, api: DeviceApi | None = None) -> Verified:
@@ -85,19 +86,20 @@ def verify_package_files(home: Home, package_digest: str, api: DeviceApi | None,
     """
     result.packages += 1
     try:
-        for damage in _Package(BlobFolder(home.blobs), home.partial, package_digest).damages():
-            _mend(damage, api, result)
+        with blob_source(home, api) if api else nullcontext() as source:
+            for damage in _Package(BlobFolder(home.blobs), home.partial, package_digest).damages():
+                _mend(damage, source, result)
     except OSError as exc:
         raise OperatorError(f"Cannot read or write {home.blobs}: {exc}") from exc
 
 
-def _mend(damage: _Damage, api: DeviceApi | None, result: Verified) -> None:
+def _mend(damage: _Damage, source: BlobSource | None, result: Verified) -> None:
     result.damaged.append(damage.what)
-    if api is None:
+    if source is None:
         result.left.append(damage.what)
         return
     try:
-        result.fetched_bytes += damage.mend(api)
+        result.fetched_bytes += damage.mend(source)
     except (PackageError, RequestRefusedError) as exc:
         result.left.append(f"{damage.what}: {exc}")
 
@@ -153,15 +155,15 @@ class _Package:
             return False
         return True
 
-    def _fetch_manifest(self, api: DeviceApi) -> int:
-        data = api.manifest(self._digest)
+    def _fetch_manifest(self, source: BlobSource) -> int:
+        data = source.manifest(self._digest)
         self._blobs.put_bytes(data, expected=self._digest)
         return len(data)
 
-    def _fetch_blob(self, api: DeviceApi, layer: Layer) -> int:
+    def _fetch_blob(self, source: BlobSource, layer: Layer) -> int:
         self._blobs.delete(layer.digest)
         Download(
-            api,
+            source,
             self._blobs,
             self._partial,
             package_digest=self._digest,
@@ -170,8 +172,8 @@ class _Package:
         ).run()
         return layer.size_bytes
 
-    def _fetch_block(self, api: DeviceApi, block: Block) -> int:
+    def _fetch_block(self, source: BlobSource, block: Block) -> int:
         # `mend_block` checks the block against its hash in the package before it writes.
-        data = api.blob_range(self._digest, block.layer.digest, block.begin, block.end)
+        data = source.blob_range(self._digest, block.layer.digest, block.begin, block.end)
         mend_block(self._blobs, block, data)
         return len(data)

@@ -42,6 +42,7 @@ _REMEDIES = {
     "ledger.json": "restore it from a backup; until then, this device takes part in no private round; if you "
     "move it away, the privacy cost of earlier rounds is forgotten",
     "rollout.json": "move it away: the service may then lack this device's report on the current rollout",
+    "registry.json": "run `permille-agent registry use` or `registry off` to write it again",
     "joined.json": "run `permille-agent federations join` to write it again",
 }
 
@@ -86,6 +87,7 @@ class Home:
     consent = _Below("consent.json")  # the user's choices to share logs and states, made on this device only
     ledger = _Below("ledger.json")  # privacy cost of the rounds; survives `forget`
     rollout = _Below("rollout.json")  # the version that this device tries, and what it has reported
+    registry = _Below("registry.json")  # the registry from which blobs are fetched, if the user chose one
     policy = _Below("policy.toml")  # when the daemon may train, written by the user
     daemon = _Below("daemon.json")  # what the daemon did last; minutes used today
     progress = _Below("progress.json")  # progress of the running training

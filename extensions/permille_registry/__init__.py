@@ -1,0 +1,1 @@
+"""Packages in an OCI registry. Operators push and pull them, and devices fetch their blobs there."""
