@@ -39,7 +39,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -462,9 +462,11 @@ class Run:
 
     @cached_property
     def basis(self) -> Basis | None:
-        """Basis of the package, if the steps of this run can use it."""
+        """Basis of the package, if the steps of this run can use it. Its steps have the user's scale."""
         fits = self.options.estimator is EstimatorKind.ONE_SIDED and not self.first_tensor
-        return self.package.basis() if fits else None
+        basis = self.package.basis() if fits else None
+        scale = self.options.rate_scale
+        return None if basis is None else replace(basis, length=scale * basis.length)
 
     def descent(
         self,

@@ -62,6 +62,17 @@ def test_a_killed_run_continues_to_the_same_bits(package: Package, tmp_path: Pat
         np.testing.assert_array_equal(selected.s_K, expected.s_K)
 
 
+def test_the_users_scale_of_the_rate_scales_the_steps_in_the_basis(package: Package, tmp_path: Path) -> None:
+    engine, text, lengths = BigramEngine(package), user_text(tmp_path), []
+    for scale in (1.0, 0.25):
+        run = run_of(package, engine, text, tmp_path / f"{scale}", rate_scale=scale)
+        plan_and_train(run)
+        contents = read_journal(run.folder.journal(0))
+        unit = 2.0**contents.header.step_unit_exponent
+        lengths.append(np.linalg.norm(contents.records[0].coefficients) * unit)
+    assert lengths[1] == pytest.approx(lengths[0] / 4, rel=0.02)
+
+
 @pytest.mark.parametrize("changes", [{"estimator": EstimatorKind.SPSA}, {"first_layer": 1}])
 def test_runs_that_cannot_use_the_basis_take_none_of_its_steps(
     package: Package, tmp_path: Path, changes: dict[str, Any]
