@@ -94,6 +94,11 @@ Basis = Annotated[
 ]
 
 
+def public_text(mask: MaskRequest | None, evaluation_corpus_id: str | None) -> str | None:
+    """Return the corpus of a package's reference and basis: the mask's, or else the evaluation's, or None."""
+    return mask.corpus_id if isinstance(mask, FisherMask) else evaluation_corpus_id
+
+
 class PackageCreate(Closed):
     """Make a package from a quantization and a mask of the same model, or from a quantization and an
     adapter.

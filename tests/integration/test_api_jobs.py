@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from permille.schemas.jobs import JobKind
 from permille.schemas.problems import TYPE_BASE
+from permille.store.artifacts import TaskResult
 from permille.store.jobs import claims
 from permille.store.jobs.dispatch import note_worker
 from permille_service.preflights import estimates
 from tests.api_service import Api, running_api
+from tests.artifacts import add_artifact
 from tests.tiny_model import write_corpus, write_model
 
 MASK = {"method": "random", "density": 0.01, "seed": 7}
@@ -168,6 +171,25 @@ def test_repeated_request_is_answered_even_when_the_machine_is_full_now(tmp_path
         assert api.post("/v1/masks", body, key="other").status_code == 409
 
 
+def test_a_package_of_parts_without_text_takes_no_basis(stocked: Api) -> None:
+    model = {"model_id": add_model(stocked)}
+    requests: dict[JobKind, dict[str, object]] = {
+        JobKind.MASK: {**model, **MASK},
+        JobKind.QUANTIZATION: {**model, "options": {"scheme": "nf4"}},
+    }
+    made = []
+    for number, (kind, request) in enumerate(requests.items()):
+        result = TaskResult(digest=f"sha256:{number:064d}", provenance={}, blobs=(), k=1, **model)
+        with stocked.service.database.write() as session:
+            made.append(
+                add_artifact(session, tenant_id=stocked.tenant_id, kind=kind, request=request, made=result)
+            )
+    parts = {"mask_id": made[0].id, "quantization_id": made[1].id}
+    refused = stocked.post("/v1/packages", {**parts, "basis": True})
+    assert (refused.status_code, "needs public text" in refused.json()["detail"]) == (409, True)
+    assert stocked.post("/v1/packages", parts).status_code == 202
+
+
 AUTO_ROUND = {"scheme": "auto-round"}
 
 
@@ -210,6 +232,11 @@ def test_parts_that_do_not_exist_or_fit_are_refused(stocked: Api) -> None:
         "a rank too high": (
             "/v1/builds",
             {"model_id": model_id, "adapter": {"kind": "lora-fa", "rank": 33}},
+            409,
+        ),
+        "a basis without text": (
+            "/v1/builds",
+            {"model_id": model_id, "adapter": {"kind": "lora-fa", "rank": 4}, "basis": True},
             409,
         ),
         "unknown parts": (

@@ -12,9 +12,16 @@ from sqlalchemy.orm import Session
 from permille.choices import AdapterKind
 from permille.schemas.fields import Closed
 from permille.schemas.jobs import JobKind, Preflight
-from permille.schemas.kinds import PreflightCreate
+from permille.schemas.kinds import PreflightCreate, parse_request
 from permille.schemas.masks import FisherMask, FisherMaskCreate, WeightMask, WeightMaskCreate
-from permille.schemas.packages import Adapter, BuildCreate, ExportCreate, PackageCreate, PoolingCreate
+from permille.schemas.packages import (
+    Adapter,
+    BuildCreate,
+    ExportCreate,
+    PackageCreate,
+    PoolingCreate,
+    public_text,
+)
 from permille.schemas.problems import Figure, ProblemType
 from permille.schemas.quantizations import AnyOptions, AutoRound, QuantizationCreate, Source
 from permille.store import artifacts, rows
@@ -161,8 +168,14 @@ class Planner:
         quantization = self._part(JobKind.QUANTIZATION, request.quantization_id)
         if request.adapter is not None:
             self._check_adapter(request.adapter, quantization.model_id)
+        mask = None
         if request.mask_id is not None:
-            self._check_mask(self._part(JobKind.MASK, request.mask_id), quantization)
+            part = self._part(JobKind.MASK, request.mask_id)
+            self._check_mask(part, quantization)
+            mask = parse_request(JobKind.MASK, part.request)
+        if request.basis:
+            coded = parse_request(JobKind.QUANTIZATION, quantization.request)
+            self._check_text(public_text(mask, coded.evaluation_corpus_id))
         sizes = self.sizes(quantization.model_id)
         return NOTHING if sizes is None else package_needs(sizes, basis=request.basis)
 
@@ -176,6 +189,15 @@ class Planner:
                 f"The mask belongs to model {mask.model_id}, and the quantization to model "
                 f"{quantization.model_id}. Choose parts of the same model.",
             )
+
+    def _check_text(self, corpus_id: str | None) -> None:
+        """Refuse a basis without public text, before hours of other work."""
+        if corpus_id is None:
+            raise ApiError(
+                ProblemType.CONFLICT,
+                "A basis needs public text. Choose a mask with a corpus, or a corpus to evaluate on.",
+            )
+        self.check_corpus(corpus_id)
 
     def _check_gguf(self, model_id: str) -> None:
         """Refuse a model without a GGUF file. The worker later checks the tensor types of the file."""
@@ -203,6 +225,8 @@ class Planner:
         mask = NOTHING if request.mask is None else self._mask(request.mask, request.model_id)
         if request.adapter is not None:
             self._check_adapter(request.adapter, request.model_id)
+        if request.basis:
+            self._check_text(public_text(request.mask, request.evaluation_corpus_id))
         quantization = self._quantization(request, request.quantization)
         sizes = self.sizes(request.model_id)
         if sizes is None:

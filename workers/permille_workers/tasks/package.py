@@ -16,7 +16,7 @@ from permille.pipeline.select import read_mask
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
 from permille.schemas.masks import FisherMaskCreate, WeightMaskCreate
-from permille.schemas.packages import PackageCreate
+from permille.schemas.packages import PackageCreate, public_text
 from permille.schemas.quantizations import QuantizationCreate
 from permille.store.tables import Artifact
 from permille_workers.runtime.context import Publish, TaskContext
@@ -70,12 +70,11 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
 
 
 def _corpus_of(mask_row: Artifact | None, coded: QuantizationCreate) -> str | None:
-    """Return the id of the mask's corpus, or else of the corpus on which the quantization was measured."""
-    if mask_row is not None:
-        asked: FisherMaskCreate | WeightMaskCreate = parse_request(JobKind.MASK, mask_row.request)
-        if isinstance(asked, FisherMaskCreate):
-            return asked.corpus_id
-    return coded.evaluation_corpus_id
+    """Return the id of the corpus of public text, or None."""
+    asked: FisherMaskCreate | WeightMaskCreate | None = (
+        None if mask_row is None else parse_request(JobKind.MASK, mask_row.request)
+    )
+    return public_text(asked, coded.evaluation_corpus_id)
 
 
 def _text(context: TaskContext, checkpoint: Checkpoint, corpus_id: str | None) -> Drawn | None:
