@@ -85,8 +85,11 @@ def write_basis(blobs: BlobFolder, basis: Basis) -> Layer:
     """Store a basis as a layer.
 
     Raises:
+        InputError: a device would refuse the basis.
         OSError: from the file system. No blob is left.
     """
+    if fault := _fault(basis):
+        raise InputError(f"No basis can be learned from this text, because it {fault}. Choose other text.")
     lengths = np.array([basis.reach, basis.length], "<f4")
     with SafetensorsWriter(blobs) as writer:
         writer.add("columns", "I8", basis.columns_RK.shape, np.ascontiguousarray(basis.columns_RK))
@@ -124,17 +127,22 @@ def read_basis(layer: SafetensorsFile, k: int) -> Basis:
     if lengths.dtype != "F32" or lengths.shape != (2,):
         raise _refused(f"has lengths of {lengths.dtype} {list(lengths.shape)}, not F32 [2]")
     reach, length = lengths.float32().tolist()
+    basis = Basis(columns_RK=columns.data.view(np.int8).reshape(rows, k), reach=reach, length=length)
+    if fault := _fault(basis):
+        raise _refused(fault)
+    return basis
+
+
+def _fault(basis: Basis) -> str:
+    """Return why the numbers of a basis are out of range, or ""."""
     least, most = 2.0**-MAX_LENGTH_EXPONENT, 2.0**MAX_LENGTH_EXPONENT
     # NaN fails the comparisons, too.
-    if not (least <= reach <= most and least <= length <= most):
-        raise _refused(f"has the lengths {reach} and {length}, not 2^-20 to 2^20")
-    basis = Basis(columns_RK=columns.data.view(np.int8).reshape(rows, k), reach=reach, length=length)
+    if not (least <= basis.reach <= most and least <= basis.length <= most):
+        return f"has the lengths {basis.reach} and {basis.length}, not 2^-20 to 2^20"
     if int(basis.columns_RK.min()) < -LARGEST_ELEMENT:
-        raise _refused("has an element below -127")
+        return "has an element below -127"
     squares = basis.squares()
-    if not 0 < max(squares) <= _SPREAD * min(squares):
-        raise _refused("has columns of different norms")
-    return basis
+    return "" if 0 < max(squares) <= _SPREAD * min(squares) else "has columns of different norms"
 
 
 def _refused(why: str) -> PackageError:

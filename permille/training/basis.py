@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from permille.corpora.sequences import row_order
 from permille.engines.interface import GradientEngine
 from permille.errors import InputError
-from permille.files import write_atomic
 from permille.package.basis import Basis
 from permille.package.limits import LARGEST_ELEMENT
 from permille.package.reader import Package
@@ -50,25 +49,26 @@ def learn_basis(
         engine: an engine of the package with a reverse pass.
         package: the package.
         rows_NT: int64 [N, T] token ids, whole rows.
-        work: a folder for the displacements, with which another call continues. None keeps nothing.
+        work: a folder for the trained pseudo-users, with which another call continues. None keeps nothing.
         progress: called after each pseudo-user. An exception stops the work.
 
     Raises:
         InputError: there are too few rows, or training moves no weight.
+        OperatorError: a file in the folder is damaged.
     """
     if len(rows_NT) < STEPS * ROWS:
         raise InputError(f"A basis needs {STEPS * ROWS} rows of public text or more, and has {len(rows_NT)}.")
-    moved = list[NDArray[np.float64]]()
+    exponent, moved_UK = unit_exponent(learning_rate(package)), np.empty((USERS, package.k))
     for user, chosen_NT in enumerate(pseudo_users(rows_NT, USERS, STEPS * ROWS)):
-        path = None if work is None else work / f"displacement-{user}.f64"
-        if path is not None and path.exists() and path.stat().st_size == 8 * package.k:
-            moved.append(np.frombuffer(path.read_bytes(), "<f8"))
-        else:
-            moved.append(displacement(engine, package, chosen_NT))
+        path = None if work is None else work / f"pseudo-user-{user}.moments"
+        trained = None if path is None else Moments.load(path)
+        if trained is None:
+            trained = train_user(engine, package, chosen_NT)
             if path is not None:
-                write_atomic(path, moved[-1].astype("<f8").tobytes())
+                trained.store(path)
+        moved_UK[user] = np.ldexp(trained.s_K.astype(np.float64), exponent)
         progress(user + 1, USERS)
-    return basis_of(np.stack(moved))
+    return basis_of(moved_UK)
 
 
 def pseudo_users(rows_NT: NDArray[np.int64], users: int, each: int) -> Iterator[NDArray[np.int64]]:
@@ -89,8 +89,8 @@ def pseudo_users(rows_NT: NDArray[np.int64], users: int, each: int) -> Iterator[
         yield rows_NT[np.argsort(-(row_NF @ centre_F), kind="stable")[:each]]
 
 
-def displacement(engine: GradientEngine, package: Package, rows_NT: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return how far a few steps of Adam on some rows move the masked weights, float64 [K]."""
+def train_user(engine: GradientEngine, package: Package, rows_NT: NDArray[np.int64]) -> Moments:
+    """Move the masked weights by a few steps of Adam on some rows."""
     rate, base_K = learning_rate(package), package.values()
     exponent = unit_exponent(rate)
     moments = Moments.first(len(base_K), np.zeros(len(base_K), np.int64))
@@ -102,7 +102,7 @@ def displacement(engine: GradientEngine, package: Package, rows_NT: NDArray[np.i
         loss, gradient_K = engine.gradient(values(base_K, moments.s_K, exponent), batch)
         step_rate = rate * (1 - step / STEPS)
         moments = adam_step(moments, loss, gradient_K, rate=step_rate, step_unit_exponent=exponent)
-    return np.ldexp(moments.s_K.astype(np.float64), exponent)
+    return moments
 
 
 def basis_of(moved_UK: NDArray[np.float64]) -> Basis:

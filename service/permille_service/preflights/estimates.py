@@ -37,10 +37,10 @@ ROUNDING_CACHES = 4  # hidden vectors in memory for each token of the text
 ROUNDING_VECTORS = 64  # further hidden vectors in memory for each token of a step
 # Training on public text, for each trained number:
 ADAM_BYTES = 16
-# A basis, with the arguments of `permille.training.basis`: tokens of a step, and the displacements of 8
-# pseudo-users in float64, with as much again for the columns.
+# A basis, with the arguments of `permille.training.basis`: tokens of a step, and moments of 8 pseudo-users
+# on the disk. Their displacements in float64 take half as much memory, and the columns the other half.
 BASIS_TOKENS = 3 * 128
-BASIS_BYTES = 2 * 8 * 8
+BASIS_BYTES = 8 * ADAM_BYTES
 # Export of a program:
 EXPORT_COPIES = 6  # copies of the model in memory, in float32
 
@@ -161,7 +161,7 @@ def quantization_needs(
 def package_needs(sizes: Sizes, *, basis: bool) -> Needs:
     """Estimate the needs of a package. Its large files exist already, so the job only adds small ones.
 
-    A `basis` needs the memory of training, and holds the displacements of all pseudo-users.
+    A `basis` needs the memory of training, and keeps the moments of all pseudo-users.
     """
     trained = sizes.scoped // 100
     needs = Needs(

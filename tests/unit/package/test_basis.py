@@ -1,11 +1,13 @@
 """Tests of the basis layer: it is a part of the package, and comes back whole."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from permille.errors import PackageError
+from permille.errors import InputError, PackageError
 from permille.package.basis import Basis, stored_basis, write_basis
 from permille.package.build import write_manifest
 from permille.package.manifest import Manifest
@@ -36,6 +38,25 @@ def test_a_basis_is_part_of_the_parent_and_comes_back(tmp_path: Path) -> None:
     assert found.norm == pytest.approx(90 * package.k**0.5)
     assert 128 <= found.length / found.norm / 2.0**found.step_unit_exponent < 256
     assert package.basis() is None and stored_basis(package.blobs, package.manifest) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"reach": 1e-7}, "has the lengths 1e-07"),
+        ({"length": np.nan}, "nan"),
+        ({"columns_RK": None}, "norms"),
+    ],
+)
+def test_a_basis_that_devices_refuse_is_not_stored(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+    package = tiny_package(tmp_path / "blobs")
+    good = basis_for(package.k)
+    if "columns_RK" in changes:
+        changes = {"columns_RK": good.columns_RK // np.array([[1], [1], [2]], np.int8)}
+    before = set(package.blobs.entries())
+    with pytest.raises(InputError, match=why):
+        write_basis(package.blobs, replace(good, **changes))
+    assert set(package.blobs.entries()) == before
 
 
 def test_a_stored_basis_is_checked_against_its_digest(tmp_path: Path) -> None:

@@ -77,11 +77,11 @@ def test_int8_has_twice_the_codes() -> None:
     assert disk["int8"] - disk["int4"] == SIZES.scoped // 2
 
 
-def test_a_basis_needs_the_memory_of_training_and_keeps_displacements() -> None:
+def test_a_basis_needs_the_memory_of_training_and_keeps_moments() -> None:
     plain, learned = (package_needs(SIZES, basis=basis) for basis in (False, True))
     trained = SIZES.scoped // 100
-    # The displacements of eight pseudo-users are in float64, and a step has three rows of 128 tokens.
-    assert learned.disk_bytes - plain.disk_bytes >= 8 * 8 * trained
+    # Eight pseudo-users have displacements in float64, and moments. A step has three rows of 128 tokens.
+    assert learned.disk_bytes - plain.disk_bytes >= 8 * (4 + 4 + 8) * trained
     assert learned.memory_bytes >= PROCESS_BYTES + 3 * 128 * SIZES.layers * SIZES.hidden * 4 + 8 * 8 * trained
     assert plain.memory_bytes < learned.memory_bytes
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from permille.engines.light.engine import LightEngine
-from permille.errors import InputError
+from permille.errors import InputError, OperatorError
 from permille.package.reader import Package
 from permille.training.basis import ROWS, STEPS, USERS, basis_of, learn_basis, pseudo_users
 from tests.packages import TINY_LLAMA, tiny_package
@@ -50,10 +50,14 @@ def test_a_stopped_learning_continues_to_the_same_bits(package: Package, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         learn_basis(engine, package, ROWS_NT, work=tmp_path, progress=stop)
     assert len(list(tmp_path.iterdir())) == 3
-    (tmp_path / "displacement-1.f64").write_bytes(b"torn")
     continued = learn_basis(engine, package, ROWS_NT, work=tmp_path)
     np.testing.assert_array_equal(whole.columns_RK, continued.columns_RK)
     assert (whole.reach, whole.length) == (continued.reach, continued.length)
+    path = tmp_path / "pseudo-user-1.moments"
+    data = path.read_bytes()
+    path.write_bytes(data[:99] + bytes([data[99] ^ 1]) + data[100:])
+    with pytest.raises(OperatorError, match="damaged"):
+        learn_basis(engine, package, ROWS_NT, work=tmp_path)
 
 
 def test_too_little_text_is_refused(package: Package) -> None:
