@@ -142,6 +142,12 @@ class RememberingBigramEngine(BigramEngine):
                 self.read(values_K, np.concatenate([self._before, prompt_ids, written[:-1]]).astype(np.int64))
             )
 
+    def token_losses(self, values_K: NDArray[np.float32], batch: Batch) -> NDArray[np.float32]:
+        tokens = len(self._before) + batch.input_ids_BT.shape[1]
+        if tokens > (most := self._config["max_position_embeddings"]):
+            raise InputError(f"A sequence has {tokens} tokens, and the model takes at most {most}.")
+        return super().token_losses(values_K, batch)
+
     def _logits(self, values_K: NDArray[np.float32], before_N: NDArray[np.int64]) -> NDArray[np.float64]:
         return super()._logits(values_K, before_N) + self._known_V
 

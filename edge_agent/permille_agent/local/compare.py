@@ -126,8 +126,8 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
         InputError: the text cannot be used.
     """
     documents, report = read_documents(data_paths)
-    # Use the default length of training rows, or the model's context if that is shorter.
-    row_tokens = min(128, model.positions)
+    # Use the default length of training rows, or what the model's context leaves beside the memory.
+    row_tokens = min(128, model.room(Variant.PERSONAL))
     known, tokenized = tokenize(documents, model.tokenizer, report, row_tokens=row_tokens)
     if len(known) < 2:
         raise InputError(f"Comparing needs at least 2 documents, got {len(known)}. Name more with --data.")

@@ -171,8 +171,12 @@ class LocalModel:
 
     @property
     def positions(self) -> int:
-        """Largest number of tokens of a prompt and its answer together."""
+        """Largest number of tokens of a memory, a prompt and its answer together."""
         return int(self.package.config.get("max_position_embeddings") or 1 << 31)
+
+    def room(self, variant: Variant) -> int:
+        """Return the largest number of tokens of a prompt and its answer together."""
+        return self.positions - (len(self.memory or ()) if variant is Variant.PERSONAL else 0)
 
     def values(self, variant: Variant) -> NDArray[np.float32]:
         """Return the values of the masked weights in a variant.
@@ -213,7 +217,7 @@ class LocalModel:
         knows_user = variant in (self.variants[0], Variant.PERSONAL_WITHOUT_MEMORY)
         if self._notes_of is None or not self._notes_of.notes.exists() or not knows_user:
             return self._generate(self.tokenizer.chat_prompt(messages), variant, sampling)
-        prompt_ids, notes = self._prompt_with_passages(self._notes_of, messages, sampling)
+        prompt_ids, notes = self._prompt_with_passages(self._notes_of, messages, variant, sampling)
         if not notes.passages and not notes.problem and asks_about_notes(messages):
             return Generated(prompt_tokens=0, notes=notes), iter([NOTHING])
         generated, pieces = self._generate(prompt_ids, variant, sampling)
@@ -236,11 +240,11 @@ class LocalModel:
         self.tokenizer.close()
 
     def _prompt_with_passages(
-        self, home: Home, messages: Sequence[tuple[str, str]], sampling: Sampling
+        self, home: Home, messages: Sequence[tuple[str, str]], variant: Variant, sampling: Sampling
     ) -> tuple[NDArray[np.int64], Consulted]:
         """Return a chat's prompt, with the passages that fit the last question if there is room for them."""
         answer = min(sampling.max_new_tokens, ANSWER_TOKENS, self.positions // 4)
-        room = self.positions - len(self.memory or ()) - answer
+        room = self.room(variant) - answer
         turns, notes = with_passages(home, messages)
         # A template may refuse a passage with a special token. The question itself is asked below.
         with suppress(InputError):
@@ -260,6 +264,12 @@ class LocalModel:
             begins = np.array(self.tokenizer.begins, np.int64)
             after = len(begins) if (prompt_ids[: len(begins)] == begins).all() else 0
             prompt_ids = np.concatenate([memory.id_S, prompt_ids[after:]])
+            if len(prompt_ids) >= self.positions:
+                raise InputError(
+                    f"The prompt has {generated.prompt_tokens} tokens, and the model takes {self.positions} "
+                    f"for its memory of {len(memory)}, the prompt and the answer together. Shorten the "
+                    "prompt, or leave the memory off (--no-memory, or the model personal-no-memory)."
+                )
         limit = min(sampling.max_new_tokens, self.positions - len(prompt_ids))
         ids = conversations.generate(
             variant,

@@ -150,13 +150,14 @@ def get(model: LocalModel, path: str) -> Mapping[str, Any] | None:
         case "/api/tags":
             return {"models": [_entry(model, variant) for variant in model.variants]}
         case "/api/ps":
-            running = {
-                # The model stays loaded as long as the server runs.
-                "expires_at": "9999-12-31T23:59:59Z",
-                "size_vram": 0,
-                "context_length": model.positions,
+            # The model stays loaded as long as the server runs.
+            running = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0}
+            return {
+                "models": [
+                    {**_entry(model, variant), **running, "context_length": model.room(variant)}
+                    for variant in model.variants
+                ]
             }
-            return {"models": [{**_entry(model, variant), **running} for variant in model.variants]}
     return None
 
 
@@ -232,7 +233,7 @@ def _show(model: LocalModel, variant: Variant) -> Mapping[str, Any]:
         "model_info": {
             "general.architecture": family,
             "general.parameter_count": _weights(model),
-            f"{family}.context_length": model.positions,
+            f"{family}.context_length": model.room(variant),
             f"{family}.embedding_length": package.config["hidden_size"],
         },
         "capabilities": ["completion"],

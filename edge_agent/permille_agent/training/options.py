@@ -162,12 +162,16 @@ class TrainOptions:
         """Return whether the run writes a log of seeds and scalars, as zeroth order does."""
         return self.method is Method.ZEROTH_ORDER
 
-    def within(self, positions: int) -> "TrainOptions":
+    def within(self, positions: int, beside: int = 0) -> "TrainOptions":
         """Return these options with rows and a memory that fit into the model's `positions`.
 
         A memory takes at most half of the positions, because a conversation needs the others.
+
+        Args:
+            positions: positions of the model.
+            beside: positions of the active model's memory. The rows that judge a run follow it, too.
         """
-        row_tokens = min(self.row_tokens, positions)
+        row_tokens = min(self.row_tokens, positions - beside)
         memory = min(self.memory, positions // 2, positions - row_tokens)
         return replace(self, row_tokens=row_tokens, memory=memory if memory >= LEAST_MEMORY else 0)
 

@@ -104,7 +104,7 @@ def run_training(
         package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
         # Check all hashes now. Otherwise, a damaged tensor would be found only when the training reads it.
         package.check_blocks()
-    options = options.within(_positions(package))
+    options = options.within(_positions(package), _remembered(home, package))
     context.progress.phase("reading the text")
     documents, report = read_documents(data_paths)
     context.progress.phase(f"text: {report.summary()}")
@@ -386,13 +386,14 @@ class _Task:
             engine_of = engine_of.for_any_package() if isinstance(engine_of, EngineChoice) else engine_of
             engine = engine_of(package)
         tokenizer = package_tokenizer(package, self.options.learn)
-        if (memory := personal_memory(self.home, active, package)) is not None:
+        memory = personal_memory(self.home, active, package)
+        if memory is not None:
             engine = remembering(engine).after(memory, tokenizer.begins)
         return OpenModel(
             engine=engine,
             values_K=model_values(self.home, active, package),
             tokenizer=tokenizer,
-            row_tokens=self.options.within(_positions(package)).row_tokens,
+            row_tokens=self.options.within(_positions(package), len(memory or ())).row_tokens,
         )
 
     def _activate_again(self, folder: RunFolder) -> None:
@@ -408,6 +409,16 @@ def _interrupted(run: Run, stop: RunInterrupted) -> RunResult:
     return RunResult(
         run=run.folder.name, run_id=run.folder.run_id, outcome=Outcome.INTERRUPTED, message=str(stop)
     )
+
+
+def _remembered(home: Home, package: Package) -> int:
+    """Return the number of positions of the active model's memory, if it is a model of this package."""
+    active = active_model(home)
+    if active is None or active.run is None or active.package != package.digest:
+        return 0
+    decision = RunFolder(home.runs / active.run).load("decision", Decision)
+    parts = None if decision is None else decision.parts
+    return parts.tokens if parts is not None and parts.chosen.has_memory else 0
 
 
 def _positions(package: Package) -> int:

@@ -20,7 +20,13 @@ from permille.training.strength import Strength
 from permille.trust.roles import Training
 from permille_agent.cli import main as cli
 from permille_agent.link.forget import forget, forget_memories
-from permille_agent.local.compare import compare, first_token_seconds, first_token_words, judged_losses
+from permille_agent.local.compare import (
+    compare,
+    first_token_seconds,
+    first_token_words,
+    judged_losses,
+    measured_losses,
+)
 from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.local.replies import variant_of
 from permille_agent.local.show import show_run
@@ -218,6 +224,39 @@ def test_the_model_in_use_is_compared_with_its_memory(device: Device, tmp_path: 
     assert second.outcome is Outcome.KEPT_BASE
     assert "not surely better than the active model" in second.message
     assert decision_of(second).parts is None
+
+
+@pytest.mark.parametrize("other_package", [False, True])
+def test_long_rows_leave_room_for_the_memory_of_the_model_in_use(
+    device: Device, tmp_path: Path, other_package: bool
+) -> None:
+    """Otherwise the model in use could not read them, and would be replaced without a comparison."""
+    first = decision_of(train(device))
+    assert first.parts is not None and first.parts.tokens == 64
+    if other_package:
+        device.install(2, chat_template="{{ messages[0].content }}")
+    (tmp_path / "more").mkdir()
+    more = user_text(tmp_path / "more", 200, seed=9)
+    second = device.train(more, engine_of=RememberingBigramEngine, steps=40, memory=0, row_tokens=128)
+    decision = decision_of(second)
+    assert decision.against_base is not None and decision.against_base.better
+    assert decision.against_active is not None and "active model cannot be opened" not in second.message
+    begun = folder_of(device, second).require("run", BegunRun)
+    assert begun.definition.options.row_tokens == (128 if other_package else 64)
+
+
+def test_what_is_asked_must_fit_beside_the_memory(device: Device, tmp_path: Path) -> None:
+    train(device)
+    long = " ".join(["river"] * 80)
+    with LocalModel(device.home, RememberingBigramEngine) as model:
+        assert model.room(Variant.PERSONAL) == 64 and model.room(Variant.BASE) == 128
+        with pytest.raises(InputError, match=r"128 for its memory of 64, .*--no-memory"):
+            model.complete(long, Variant.PERSONAL, Sampling())
+        assert model.complete(long, Variant.PERSONAL_WITHOUT_MEMORY, Sampling(max_new_tokens=1))
+        texts = [tmp_path / f"{seed}.txt" for seed in (1, 2)]
+        for seed, path in enumerate(texts):
+            path.write_text(" ".join(sentences(30, seed=seed)))
+        assert measured_losses(model, texts).personal is not None
 
 
 @pytest.mark.parametrize("shared", ["share_log", "share_state"])
