@@ -49,9 +49,13 @@ class KeyValues:
 
     def first(self, tokens: int) -> "KeyValues":
         """Return the keys and values of the first tokens alone. The arrays are views."""
+        return self.between(0, tokens)
+
+    def between(self, first: int, end: int) -> "KeyValues":
+        """Return the keys and values of the tokens from `first` to before `end`. The arrays are views."""
+        part = slice(first, end)
         return KeyValues(
-            id_S=self.id_S[:tokens],
-            layers=tuple((key[:tokens], value[:tokens]) for key, value in self.layers),
+            id_S=self.id_S[part], layers=tuple((key[part], value[part]) for key, value in self.layers)
         )
 
     def common(self, id_T: NDArray[np.int64]) -> int:

@@ -10,6 +10,7 @@ system message, and a template that rewrites earlier turns are right, too.
 
 - Logits are those of the whole text up to rounding, so greedy answers have the same tokens.
 - The least recently used texts are dropped first. A text beyond the limit keeps its beginning.
+- Texts that begin with a memory share its keys and values, and keep only their own.
 - Keys and values can reveal their text. They are in memory only.
 
 An engine that always reads a text from its first token on keeps nothing.
@@ -18,6 +19,7 @@ An engine that always reads a text from its first token on keeps nothing.
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -32,6 +34,31 @@ from permille.machine_memory import available_memory
 
 MOST_BYTES: Final = 256 << 20
 """Memory for all texts: 5,800 tokens of SmolLM2-135M, or 4,000 of Llama-3.2-1B."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Text:
+    """A text that a model has read: its memory, or None, and what follows."""
+
+    model: str
+    memory: KeyValues | None
+    own: KeyValues
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Return the tokens, int64 [S]."""
+        return self.own.id_S if self.memory is None else np.concatenate([self.memory.id_S, self.own.id_S])
+
+    def first(self, tokens: int) -> KeyValues:
+        """Return the keys and values of the first tokens, which are more than those of the memory."""
+        if self.memory is None:
+            return self.own.first(tokens)
+        own = self.own.first(tokens - len(self.memory))
+        layers = tuple(
+            (np.concatenate([before[0], after[0]]), np.concatenate([before[1], after[1]]))
+            for before, after in zip(self.memory.layers, own.layers, strict=True)
+        )
+        return KeyValues(id_S=self.ids[:tokens], layers=layers)
 
 
 class Conversations:
@@ -51,7 +78,7 @@ class Conversations:
         self._engine = engine
         self._memories = memories
         self._most_bytes = most_bytes
-        self._texts: list[tuple[str, KeyValues]] = []  # the one that was used last is the last
+        self._texts: list[_Text] = []  # the one that was used last is the last
         self._lock = threading.Lock()
 
     def generate(
@@ -82,27 +109,36 @@ class Conversations:
     def _beginning(self, model: str, ids: NDArray[np.int64]) -> KeyValues | None:
         """Return the longest known beginning of a text, without its last token, which must be read."""
         with self._lock:
-            shared = [known.common(ids[:-1]) if name == model else 0 for name, known in self._texts]
+            shared = [_common(text.ids, ids[:-1]) if text.model == model else 0 for text in self._texts]
             memory = self._memories.get(model)
             most = 0 if memory is None else memory.common(ids[:-1])
             if max(shared, default=0) <= most:
                 return None if memory is None or not most else memory.first(most)
             best = max(range(len(shared)), key=shared.__getitem__)
             self._texts.append(self._texts.pop(best))
-            return self._texts[-1][1].first(shared[best])
+            text = self._texts[-1]
+        return text.first(shared[best])
 
     def _keep(self, model: str, known: KeyValues) -> None:
-        most = self._most_bytes * len(known) // max(1, known.nbytes)
-        if most < len(known):
-            known = known.first(most)
-            # The views of a beginning would keep the memory of the whole text.
+        most, memory = self._most_bytes * len(known) // max(1, known.nbytes), self._memories.get(model)
+        if memory is not None and known.common(memory.id_S) < len(memory):
+            memory = None
+        begun = len(memory or ())
+        if begun or most < len(known):
+            known = known.between(begun, begun + most)
+            # The views of a part would keep the memory of the whole text.
             layers = tuple((key.copy(), value.copy()) for key, value in known.layers)
             known = KeyValues(id_S=known.id_S.copy(), layers=layers)
+        kept = _Text(model=model, memory=memory, own=known)
         with self._lock:
             # This text takes the place of those that it continues.
             others = [
-                one for one in self._texts if one[0] != model or known.common(one[1].id_S) < len(one[1])
+                one for one in self._texts if one.model != model or _common(kept.ids, one.ids) < len(one.ids)
             ]
-            self._texts = [*others, (model, known)]
-            while sum(text.nbytes for _, text in self._texts) > self._most_bytes:
+            self._texts = [*others, kept]
+            while sum(text.own.nbytes for text in self._texts) > self._most_bytes:
                 self._texts.pop(0)
+
+
+def _common(id_S: NDArray[np.int64], id_T: NDArray[np.int64]) -> int:
+    return KeyValues(id_S=id_S, layers=()).common(id_T)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from permille.engines.key_values import KeyValues
 from permille.engines.light.decoding import TextPass
 from permille.engines.light.engine import LightEngine
 from permille.engines.sampling import TokenSampling
@@ -110,8 +109,7 @@ def test_memory_is_bounded_and_the_oldest_text_goes_first(tmp_path: Path, read: 
         list(conversations.generate("base", values_K, _ids(text, [1, 2]), GREEDY))
 
     assert read == [2, 17]
-    kept: list[tuple[str, KeyValues]] = conversations._texts
-    assert sum(known.nbytes for _, known in kept) <= 2 * 20 * token_bytes
+    assert sum(text.own.nbytes for text in conversations._texts) <= 2 * 20 * token_bytes
 
 
 @pytest.mark.parametrize(
@@ -138,6 +136,30 @@ def test_a_text_beyond_the_limit_keeps_its_beginning(tmp_path: Path, read: list[
 
     assert read == [len(FIRST), len(FIRST) + len(first) - 8]
     assert second == list(engine.generate(values_K, _ids(FIRST, first), GREEDY))
+
+
+def test_texts_after_a_memory_need_room_for_their_own_tokens_only(tmp_path: Path, read: list[int]) -> None:
+    package = tiny_package(tmp_path, "llama").package
+    values_K = variants(package, 1)[0]
+    engine = LightEngine(package)
+    memory = engine.read(values_K, _ids([2] * 30))
+    token_bytes = memory.nbytes // len(memory)
+    conversations = Conversations(engine, {"personal": memory}, most_bytes=48 * token_bytes)
+    texts = [_ids([2] * 30, [number] * 10) for number in (11, 12)]
+
+    del read[:]
+    answers = [list(conversations.generate("personal", values_K, ids, GREEDY)) for ids in texts]
+    later = [_ids(ids.tolist(), answer, [5, 9]) for ids, answer in zip(texts, answers, strict=True)]
+    found = [list(conversations.generate("personal", values_K, ids, GREEDY)) for ids in later]
+
+    assert read == [10, 10, 1 + 2, 1 + 2]
+    assert found == [list(engine.generate(values_K, ids, GREEDY)) for ids in later]
+    edited = _ids([2] * 20, [7] * 5)
+    del read[:]
+    assert list(conversations.generate("personal", values_K, edited, GREEDY)) == list(
+        engine.generate(values_K, edited, GREEDY)
+    )
+    assert read[0] == 5
 
 
 def test_a_text_that_is_too_long_is_refused_with_its_whole_length(tmp_path: Path) -> None:
