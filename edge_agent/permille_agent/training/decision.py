@@ -306,9 +306,11 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         return mean_loss(*candidates.whole(part), run.prepared.select)
 
     if remembers(run):
-        decision = replace(decision, parts=choose_parts(run, candidates, loss_of))
-        if decision.part is Part.BASE:
-            return replace(decision, reason=f"{decision.reason}; a memory of the text did not help, either")
+        parts = choose_parts(run, candidates, loss_of)
+        decision = replace(decision, parts=parts)
+        if parts.chosen is Part.BASE:
+            why = f"would {parts.fault}" if parts.fault else "of the text did not help, either"
+            return replace(decision, reason=f"{decision.reason}; a memory {why}")
     elif not strength:
         return decision
     chosen = candidates.judged(decision.part)

@@ -335,6 +335,17 @@ def test_a_memory_that_loses_an_answer_is_not_chosen(device: Device, monkeypatch
     assert not folder_of(device, result).memory.exists()
 
 
+def test_a_kept_base_says_what_a_better_memory_would_spoil(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "choose_strength", lambda *_: Strength(eighths=0, rise=1.0, fault=""))
+    monkeypatch.setattr(chosen_parts, "compare_answers", lambda *_: ((), 'lose the answer to "Why?"'))
+    result = train(device)
+    assert (result.outcome, decision_of(result).part) == (Outcome.KEPT_BASE, Part.BASE)
+    assert result.message.endswith('; a memory would lose the answer to "Why?"')
+    assert not folder_of(device, result).memory.exists()
+
+
 def test_the_next_best_model_is_chosen_if_the_best_one_loses_an_answer(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
