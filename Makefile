@@ -80,8 +80,9 @@ sbom: $(VENV)/.installed  ## Write lists of all components (CycloneDX) to build/
 	@ls build/sbom
 
 # The kernels' tests for Arm run with the library of the wheel.
-release: $(VENV)/.native  ## Build sdist, wheels, lists of components, notes and checksums in dist (KEY=FILE: an SSH key signs them; needs Debian)
+release: $(VENV)/.native  ## Build sdist, wheels, Helm chart, lists of components, notes and checksums in dist (KEY=FILE: an SSH key signs them; needs Debian)
 	@$(BIN)/python -m scripts.release --check
+	@bash scripts/helm.sh
 	@$(MAKE) --no-print-directory sbom
 	@bash scripts/neon-packages.sh
 	$(BIN)/python -m scripts.release $(if $(KEY),--key $(KEY))

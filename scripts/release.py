@@ -4,13 +4,14 @@
 
     permille-*.tar.gz         the sources
     permille-*.whl            wheels with kernels for Linux on x86-64 and on Arm, and one without for the rest
+    permille-*.tgz            the Helm chart
     *.cdx.json                the components of agent, API and worker (CycloneDX; `make sbom` writes them)
     NOTES.md                  the newest section of CHANGELOG.md
     SHA256SUMS                the digests of these files
     SHA256SUMS.sig            with --key: a signature, which `ssh-keygen -Y verify` checks
 
 The files are built from the last commit, and have its time. So the same commit gives the same bytes if
-hatchling and the two compilers (gcc, and `make test-neon`'s for Arm) have the same versions.
+hatchling, helm and the two compilers (gcc, and `make test-neon`'s for Arm) have the same versions.
 """
 
 import argparse
@@ -101,6 +102,7 @@ def release(folder: Path, sboms: Path) -> None:
         build("sdist", source, folder, SOURCE_DATE_EPOCH=time)
         for machine, compiler in COMPILERS.items():
             build("wheel", source, folder, SOURCE_DATE_EPOCH=time, PERMILLE_WHEEL=machine, CC=compiler)
+        subprocess.run(["helm", "package", source / "deploy" / "helm", "-d", folder], check=True)
         (folder / "NOTES.md").write_text(notes((source / "CHANGELOG.md").read_text()))
     for wheel in folder.glob("*manylinux*.whl"):
         check_platform(wheel)

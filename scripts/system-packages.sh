@@ -3,6 +3,7 @@
 # does not run as root, or apt-get is missing, print the command to type. Arguments are further programs, such as
 # wrk for `make bench-service`.
 set -euo pipefail
+bash "$(dirname "$0")/helm.sh"
 missing=()
 command -v redis-server >/dev/null 2>&1 || missing+=(redis-server)
 command -v initdb >/dev/null 2>&1 || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || missing+=(postgresql)

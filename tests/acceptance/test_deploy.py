@@ -22,9 +22,11 @@ import uvicorn
 import yaml
 
 from permille.store.database import make_engine
+from permille.version import __version__
 from permille_service.settings import Settings
 from permille_workers.runtime.settings import WorkerSettings
 from tests.api_service import Api, running_api
+from tests.chart import CHART, REQUIRED, ChartError, render
 from tests.ports import free_port
 from tests.running_service import UP, environment
 
@@ -249,37 +251,220 @@ def process(command: list[str], **options: Any) -> Iterator[None]:
             running.wait(60)
 
 
+def test_helm_finds_no_fault_in_the_chart() -> None:
+    assert "1 chart(s) linted, 0 chart(s) failed" in run("helm", "lint", "--strict", str(CHART))
+
+
+def test_the_chart_has_the_version_of_the_project() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
+
+
+GPU = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+TOKEN = {"secretKeyRef": {"key": "token", "name": "hub"}}
+BUCKET = "s3://my-blobs/permille?region=eu-central-1"
+DIGEST = f"sha256:{'5a' * 32}"
+# A value for each leaf of values.yaml, an object that it changes, and what is then in this object.
+CHANGES: dict[str, tuple[Any, str, str]] = {
+    "secrets.service": (
+        "s",
+        "Deployment/permille-worker",
+        "'secretKeyRef': {'key': 'broker-url', 'name': 's'}",
+    ),
+    "secrets.tls": ("t", "Deployment/permille-api", "'secret': {'secretName': 't'}"),
+    "hosts": (["a.org", "b.org"], "Deployment/permille-api", '\'["a.org","b.org","permille-api"]\''),
+    "images.registry": ("r.org/p", "Deployment/permille-worker", "'r.org/p/permille-worker:v"),
+    "images.tag": ("9", "Job/permille-migration", "/permille-api:9'"),
+    "images.digests.api": (DIGEST, "Deployment/permille-api", f"/permille-api@{DIGEST}'"),
+    "images.digests.worker": (DIGEST, "Deployment/permille-worker", f"/permille-worker@{DIGEST}'"),
+    "images.pullPolicy": ("Always", "Job/permille-migration", "'imagePullPolicy': 'Always'"),
+    "images.pullSecrets": (["p"], "Deployment/permille-api", "'imagePullSecrets': [{'name': 'p'}]"),
+    "serviceAccount": ("a", "Deployment/permille-worker", "'serviceAccountName': 'a'"),
+    "storage.data.claim": ("1", "Deployment/permille-worker", "{'claimName': '1'}"),
+    "storage.data.class": ("c", "PersistentVolumeClaim/permille-data", "'storageClassName': 'c'"),
+    "storage.data.size": ("3Gi", "PersistentVolumeClaim/permille-data", "{'storage': '3Gi'}"),
+    "storage.private.claim": ("p", "Deployment/permille-api", "{'claimName': 'p'}"),
+    "storage.private.class": ("c", "PersistentVolumeClaim/permille-private", "'storageClassName': 'c'"),
+    "storage.private.size": ("3Gi", "PersistentVolumeClaim/permille-private", "{'storage': '3Gi'}"),
+    "bucket.url": (BUCKET, "Deployment/permille-api", f"'name': 'PERMILLE_BLOB_BUCKET', 'value': '{BUCKET}'"),
+    "bucket.root": ("/c", "Deployment/permille-worker", "{'name': 'copies', 'mountPath': '/c'}"),
+    "env": ({"HF_TOKEN": TOKEN}, "Job/permille-migration", f"{{'name': 'HF_TOKEN', 'valueFrom': {TOKEN}}}"),
+    "api.replicas": (3, "Deployment/permille-api", "'replicas': 3"),
+    "api.service.type": ("LoadBalancer", "Service/permille-api", "'type': 'LoadBalancer'"),
+    "api.service.annotations": ({"a": "b"}, "Service/permille-api", "'annotations': {'a': 'b'}"),
+    "api.resources": ({"limits": {"memory": "3Gi"}}, "Deployment/permille-api", "'memory': '3Gi'"),
+    "api.env": ({"A": "7"}, "Deployment/permille-api", "{'name': 'A', 'value': '7'}"),
+    "worker.role": ("r", "Job/permille-migration", "{'name': 'PERMILLE_WORKER_ROLE', 'value': 'r'}"),
+    "worker.scaling.enabled": (False, "Deployment/permille-worker", "'replicas': 1"),
+    "worker.scaling.min": (2, "HorizontalPodAutoscaler/permille-worker", "'minReplicas': 2"),
+    "worker.scaling.max": (9, "HorizontalPodAutoscaler/permille-worker", "'maxReplicas': 9"),
+    "worker.replicas": (4, "Deployment/permille-worker", "'replicas': 4"),
+    "worker.resources": ({"limits": {GPU["key"]: 1}}, "Deployment/permille-worker", "'nvidia.com/gpu': 1"),
+    "worker.nodeSelector": ({"gpu": "yes"}, "Deployment/permille-worker", "'nodeSelector': {'gpu': 'yes'}"),
+    "worker.tolerations": ([GPU], "Deployment/permille-worker", "'tolerations': [{'effect': 'NoSchedule'"),
+    "worker.env": ({"A": "7"}, "Deployment/permille-worker", "{'name': 'A', 'value': '7'}"),
+}
+# Values without which another one has no effect.
+ALSO: dict[str, dict[str, Any]] = {
+    "bucket.root": {"bucket": {"url": BUCKET}},
+    "worker.replicas": {"worker": {"scaling": {"enabled": False}}},
+}
+
+
+def nested(path: str, value: object) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def merged(values: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: merged(values[key], more[key]) for key in values.keys() & more if isinstance(more[key], dict)
+    }
+    return {**values, **more, **both}
+
+
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value and key not in ("env", "resources"):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
 @pytest.mark.slow
-def test_kubernetes_takes_the_manifests() -> None:
+def test_each_value_of_the_chart_changes_what_it_says() -> None:
+    usual = render(REQUIRED)
+    assert sorted(CHANGES) == sorted(leaves(yaml.safe_load((CHART / "values.yaml").read_text())))
+    for path, (value, place, expected) in CHANGES.items():
+        kind, _, name = place.partition("/")
+        assert expected not in str(usual[kind, name]), path
+        values = merged(merged(REQUIRED, ALSO.get(path, {})), nested(path, value))
+        assert expected in str(render(values)[kind, name]), path
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"hosts": []}, "Set hosts to the names under which clients reach the API"),
+        ({"hosts": [""]}, "Set hosts to the names under which clients reach the API"),
+        ({"images": {"registry": ""}}, "Set images.registry to the registry"),
+        ({"env": {"PERMILLE_DATABASE_URL": "x"}}, "The chart sets PERMILLE_DATABASE_URL itself"),
+        ({"worker": {"env": {"PERMILLE_DATA_DIR": "x"}}}, "The chart sets PERMILLE_DATA_DIR itself"),
+        # YAML reads these as numbers, and Helm would print them as 1.1 and 2e+07.
+        ({"images": {"tag": 1.10}}, "at '/images/tag': got number, want string"),
+        ({"env": {"PERMILLE_BLOB_CACHE_BYTES": 20_000_000}}, "at '/env/PERMILLE_BLOB_CACHE_BYTES'"),
+        ({"replicas": 2}, "additional properties 'replicas' not allowed"),
+        ({"worker": {"scaling": {"min": 0}}}, "at '/worker/scaling/min': minimum"),
+    ],
+)
+def test_wrong_values_of_the_chart_are_named(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ChartError, match=re.escape(expected)):
+        render(merged(REQUIRED, values))
+
+
+def all_changed() -> dict[str, Any]:
+    """Return values of the chart that all differ from its own."""
+    values: dict[str, Any] = REQUIRED
+    for path, (value, _, _) in CHANGES.items():
+        values = merged(values, nested(path, value))
+    return values
+
+
+def test_no_pod_of_the_chart_can_become_root_or_ask_kubernetes() -> None:
+    for values in (REQUIRED, all_changed()):
+        pods = [
+            found["spec"]["template"]["spec"]
+            for found in render(values).values()
+            if "template" in found["spec"]
+        ]
+        assert len(pods) == 3
+        for pod in pods:
+            assert pod["automountServiceAccountToken"] is False
+            identity = pod["securityContext"].pop("fsGroup", 10001), pod["securityContext"].pop("runAsUser")
+            assert identity == (10001, 10001)
+            assert pod["securityContext"].pop("fsGroupChangePolicy", "OnRootMismatch") == "OnRootMismatch"
+            assert pod["securityContext"] == {
+                "runAsNonRoot": True,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            }
+            [container] = pod["containers"]
+            rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+            assert container["securityContext"] == rights
+
+
+@pytest.mark.slow
+def test_kubernetes_takes_what_the_chart_makes() -> None:
     import kubernetes_validate  # slow, so not at each start of the tests
 
-    kinds = []
-    for document in _manifests():
-        kubernetes_validate.validate(document, "1.32", strict=True)
-        kinds.append(document["kind"])
-    assert sorted(set(kinds)) == [
-        "ConfigMap", "Deployment", "HorizontalPodAutoscaler", "Job", "PersistentVolumeClaim",
-        "PodDisruptionBudget", "Service",
+    usual = render(REQUIRED)
+    for objects in (usual, render(all_changed(), release="other")):
+        for one in objects.values():
+            kubernetes_validate.validate(one, "1.32", strict=True)
+    assert sorted({kind for kind, _ in usual}) == [
+        "Deployment", "HorizontalPodAutoscaler", "Job", "PersistentVolumeClaim", "PodDisruptionBudget",
+        "Service",
     ]  # fmt: skip
 
 
-def test_manifests_can_be_applied_again_and_a_node_can_be_drained() -> None:
-    documents = list(_manifests())
-    replicas = {
-        one["metadata"]["name"]: one["spec"].get("replicas")
-        for one in documents
-        if one["kind"] == "Deployment"
+def test_two_releases_share_no_object_and_select_only_their_own_pods() -> None:
+    one, other = render(REQUIRED, release="permille"), render(REQUIRED, release="second")
+    assert not one.keys() & other.keys()
+    for objects in (one, other):
+        labels = {
+            name: deployment["spec"]["template"]["metadata"]["labels"]
+            for (kind, name), deployment in objects.items()
+            if kind == "Deployment"
+        }
+        for (kind, name), found in objects.items():
+            if kind in ("Deployment", "PodDisruptionBudget"):
+                assert found["spec"]["selector"]["matchLabels"] == labels[name]
+            if kind == "Service":
+                assert found["spec"]["selector"] == labels[name]
+    assert one["Service", "permille-api"]["spec"] != other["Service", "second-permille-api"]["spec"]
+    assert ("Service", f"{'long-' * 10}api") in render(REQUIRED, release=f"{'long-' * 10}x")
+
+
+def test_the_migration_needs_nothing_that_the_chart_makes() -> None:
+    """Helm runs it before it makes or changes any other object."""
+    [job] = [one for (kind, _), one in render(REQUIRED).items() if kind == "Job"]
+    assert job["metadata"]["annotations"] == {
+        "helm.sh/hook": "pre-install,pre-upgrade",
+        "helm.sh/hook-delete-policy": "before-hook-creation",  # its template cannot change
     }
-    for one in documents:
-        if one["kind"] == "PodDisruptionBudget":
-            assert one["spec"]["maxUnavailable"] >= 1
-        if one["kind"] == "Job":  # its template cannot change, so each run needs a name of its own
-            assert "generateName" in one["metadata"] and "name" not in one["metadata"]
-        if one["kind"] == "HorizontalPodAutoscaler":  # a number here would undo its decisions
-            assert replicas[one["spec"]["scaleTargetRef"]["name"]] is None
-    applied = yaml.safe_load((DEPLOY / "kubernetes/kustomization.yaml").read_text())["resources"]
-    found = {file.name for file in (DEPLOY / "kubernetes").glob("*.yaml")}
-    assert {*applied, "migration.yaml", "kustomization.yaml"} == found
+    pod = job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    sources = [one["valueFrom"]["secretKeyRef"]["name"] for one in container["env"] if "valueFrom" in one]
+    assert sources == ["permille-secrets"]
+    assert pod["serviceAccountName"] == "default"
+    assert not {"volumes", "initContainers"} & pod.keys()
+    assert not {"envFrom", "volumeMounts"} & container.keys()
+
+
+def test_the_chart_can_be_upgraded_and_a_node_can_be_drained() -> None:
+    objects = render(REQUIRED)
+    assert objects["PodDisruptionBudget", "permille-api"]["spec"]["maxUnavailable"] >= 1
+    target = objects["HorizontalPodAutoscaler", "permille-worker"]["spec"]["scaleTargetRef"]
+    # A number here would undo the decisions of the autoscaler.
+    assert "replicas" not in objects[target["kind"], target["name"]]["spec"]
+    for (kind, _), one in objects.items():
+        if kind == "PersistentVolumeClaim":
+            assert one["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+@pytest.mark.parametrize("release", ["permille", "mine"])
+def test_the_notes_of_the_chart_lead_to_the_first_token(release: str) -> None:
+    options = [f"--set=hosts={{{REQUIRED['hosts'][0]}}}", "--set=images.registry=r.org"]
+    told = run("helm", "install", release, str(CHART), "--dry-run=client", "--namespace", "models", *options)
+    api = "permille-api" if release == "permille" else f"{release}-permille-api"
+    [container] = render(REQUIRED, release=release)["Deployment", api]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    settings = {one["name"]: one.get("value") for one in container["env"]}
+    token = f"{settings['PERMILLE_PRIVATE_DIR']}/operator.token"
+    assert "https://models.example.org" in told
+    assert f"kubectl --namespace models exec deployment/{api} -- cat {token}" in told
 
 
 def test_every_setting_that_is_named_exists() -> None:
@@ -303,7 +488,7 @@ def test_every_number_that_is_asked_for_is_told() -> None:
     dashboard = json.loads((DEPLOY / "grafana/permille.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked.append((DEPLOY / "prometheus/alerts.yml").read_text())
-    asked.append((DEPLOY / "kubernetes/scaling.yaml").read_text())
+    asked.append((CHART / "templates/scaling.yaml").read_text())
     named = {name for text in asked for name in re.findall(r"permille_[a-z_]+", text)}
     assert len(named) > 6
     assert {re.sub(r"_(total|count|bucket)$", "", name) for name in named} <= told
@@ -322,10 +507,3 @@ def test_a_schema_is_made_by_a_command_of_its_own(tmp_path: Path) -> None:
     )
     assert refused.returncode == 2
     assert "set PERMILLE_DATABASE_URL" in refused.stderr
-
-
-def _manifests() -> Iterator[dict[str, Any]]:
-    for file in sorted(
-        {*(DEPLOY / "kubernetes").glob("*.yaml")} - {DEPLOY / "kubernetes/kustomization.yaml"}
-    ):
-        yield from yaml.safe_load_all(file.read_text())

@@ -1,6 +1,8 @@
 """Tests of the files that `make release` builds, and of the workflow that publishes them."""
 
+import base64
 import hashlib
+import os
 import platform
 import re
 import shutil
@@ -15,6 +17,8 @@ import yaml
 from permille.native.build import LIBRARY_NAME
 from permille.version import __version__
 from scripts import release
+from tests.chart import CHART, REQUIRED, render
+from tests.registry.site import LOGIN, registry
 
 ROOT = release.ROOT
 KERNELS = f"permille/native/{LIBRARY_NAME}"
@@ -90,13 +94,17 @@ def test_a_release_is_the_same_twice_and_complete(tmp_path: Path, monkeypatch: p
     start = f"permille-{__version__}"
     native, pure = f"{start}-py3-none-manylinux_2_17_{machine}.whl", f"{start}-py3-none-any.whl"
     lists = {f"{name}.cdx.json" for name in release.SBOMS}
-    assert listed.keys() == {f"{start}.tar.gz", native, pure, "NOTES.md", *lists}
+    assert listed.keys() == {f"{start}.tar.gz", f"{start}.tgz", native, pure, "NOTES.md", *lists}
     assert KERNELS in zipfile.ZipFile(first / native).namelist()
     assert KERNELS not in zipfile.ZipFile(first / pure).namelist()
     with tarfile.open(first / f"{start}.tar.gz") as archive:
         assert {f"{start}/{name}" for name in ("hatch_build.py", "permille/FORMAT.md")} <= {
             *archive.getnames()
         }
+
+    with tarfile.open(first / f"{start}.tgz") as archive:
+        files = {path.relative_to(CHART) for path in CHART.rglob("*") if path.is_file()}
+        assert {*archive.getnames()} == {f"permille/{path}" for path in files}
 
     # The kernels need glibc 2.17, so they do not run on a system that promises less.
     older = tmp_path / native.replace("2_17", "2_12")
@@ -122,3 +130,41 @@ def test_the_workflow_publishes_without_a_password_and_builds_every_image() -> N
     targets = re.findall(r"^FROM base AS (\w+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert sorted(jobs["images"]["strategy"]["matrix"]["target"]) == sorted(targets)
     assert "make release" in [step.get("run") for step in jobs["build"]["steps"]]
+
+
+def test_the_workflow_publishes_the_chart_after_the_images_that_it_names() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
+    assert {"attest", "images"} == {*jobs["chart"]["needs"]}
+    assert "helm push dist/permille-*.tgz" in str(jobs["chart"]["steps"])
+    tags = str(jobs["images"]["steps"][-1]["with"]["tags"])
+    ref = tags.replace("${{ vars.REGISTRY }}", "r.org").replace("${{ github.ref_name }}", f"v{__version__}")
+    images = {"registry": "r.org"}
+    for (kind, name), found in render({**REQUIRED, "images": images}).items():
+        if kind == "Deployment":
+            [container] = found["spec"]["template"]["spec"]["containers"]
+            assert container["image"] == ref.replace("${{ matrix.target }}", name.removeprefix("permille-"))
+
+
+@pytest.mark.slow
+def test_a_chart_can_be_installed_from_the_registry_to_which_the_workflow_pushes_it(tmp_path: Path) -> None:
+    steps = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["chart"]["steps"]
+    subprocess.run(["helm", "package", CHART, "-d", tmp_path / "dist"], check=True)
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(REQUIRED))
+    user, _, password = base64.b64decode(LOGIN).decode().partition(":")
+    with registry(tmp_path / "registry", login=True) as host:
+        settings = {
+            **os.environ,
+            "HELM_REGISTRY_CONFIG": str(tmp_path / "logins.json"),
+            "REGISTRY": f"{host}/permille",
+            "REGISTRY_USER": user,
+            "REGISTRY_TOKEN": password,
+        }
+        for step in steps[1:]:
+            command = re.sub("^helm (push|registry login)", r"\g<0> --plain-http", step["run"])
+            subprocess.run(["bash", "-euc", command], cwd=tmp_path, env=settings, check=True)
+        chart = f"oci://{host}/permille/permille"  # as deploy/README.md says
+        options = ["--version", __version__, "--plain-http", "--values", str(tmp_path / "values.yaml")]
+        pull = ["helm", "template", "permille", chart, *options]
+        made = subprocess.run(pull, env=settings, stdout=subprocess.PIPE, check=True, text=True).stdout
+    found = {(one["kind"], one["metadata"]["name"]): one for one in yaml.safe_load_all(made)}
+    assert found == render(REQUIRED)

@@ -12,6 +12,7 @@ from permille.files import make_private
 from permille.store.migrations.schema import migrate
 from permille.store.settings import layout
 from tests.api_service import running_api
+from tests.chart import REQUIRED, render
 
 ROOT = Path(__file__).parents[2]
 BACKUP, DEPLOY = ROOT / "docs" / "howto" / "back-up.md", ROOT / "deploy"
@@ -89,21 +90,22 @@ def test_no_worker_that_is_deployed_reaches_the_private_folder() -> None:
     assert having == ["api"]
     assert not Path(place).is_relative_to(compose["api"]["environment"]["PERMILLE_DATA_DIR"])
     pods = {}
-    for file in ("api.yaml", "worker.yaml"):
-        deployment = next(yaml.safe_load_all((DEPLOY / "kubernetes" / file).read_text()))
-        spec = deployment["spec"]["template"]["spec"]
-        [container] = spec["containers"]
-        claims = {
-            v["persistentVolumeClaim"]["claimName"]
-            for v in spec["volumes"]
-            if len(v) == 2 and "secret" not in v
-        }
-        settings = {one["name"]: one.get("value", "") for one in container["env"]}
-        pods[file] = claims, settings.get("PERMILLE_PRIVATE_DIR", ""), str(container["volumeMounts"])
-    claims, private, mounts = pods["api.yaml"]
+    for (kind, name), deployment in render(REQUIRED).items():
+        if kind == "Deployment":
+            spec = deployment["spec"]["template"]["spec"]
+            [container] = spec["containers"]
+            claims = {
+                v["persistentVolumeClaim"]["claimName"]
+                for v in spec["volumes"]
+                if len(v) == 2 and "secret" not in v
+            }
+            settings = {one["name"]: one.get("value", "") for one in container["env"]}
+            private = settings.get("PERMILLE_PRIVATE_DIR", "")
+            pods[name] = claims, private, str(container["volumeMounts"])
+    claims, private, mounts = pods["permille-api"]
     assert claims == {"permille-data", "permille-private"}
     assert f"'mountPath': '{Path(private).parent}'" in mounts
-    assert pods["worker.yaml"][:2] == ({"permille-data"}, "")
+    assert pods["permille-worker"][:2] == ({"permille-data"}, "")
     unit = (DEPLOY / "systemd/permille-worker@.service").read_text()
     assert "InaccessiblePaths=-/var/lib/permille/keys -/var/lib/permille/operator.token" in unit
 
