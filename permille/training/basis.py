@@ -108,13 +108,16 @@ def train_user(engine: GradientEngine, package: Package, rows_NT: NDArray[np.int
 def basis_of(moved_UK: NDArray[np.float64]) -> Basis:
     """Return the singular vectors of displacements, the largest first, as columns of equal norms.
 
+    Displacements that depend on others add no column.
+
     Raises:
-        InputError: the displacements are 0, or some depend on the others.
+        InputError: the displacements have fewer than two directions.
     """
     squares_U, turned_UU = np.linalg.eigh(moved_UK @ moved_UK.T)
-    if not squares_U[0] > 1e-9 * squares_U[-1]:
+    kept = squares_U > 1e-9 * squares_U[-1]
+    if np.count_nonzero(kept) < 2:
         raise InputError("The public text moves the masked weights along too few directions for a basis.")
-    to_RU = (turned_UU / np.sqrt(squares_U)).T[::-1]
+    to_RU = (turned_UU[:, kept] / np.sqrt(squares_U[kept])).T[::-1]
     # One column at a time, because all of them in float64 would need as much memory as the displacements.
     scale = LARGEST_ELEMENT / max(float(np.abs(to_U @ moved_UK).max()) for to_U in to_RU)
     norm = float(np.linalg.norm(moved_UK, axis=1).mean())

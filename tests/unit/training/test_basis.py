@@ -66,6 +66,14 @@ def test_too_little_text_is_refused(package: Package) -> None:
         learn_basis(engine, package, ROWS_NT[:11])
 
 
+def test_a_displacement_that_depends_on_others_adds_no_column() -> None:
+    """Clusters of a text with many equal rows, or more of them than weights, do."""
+    moved_UK = np.random.default_rng(0).normal(size=(4, 3000))
+    moved_UK[3] = moved_UK[0] + moved_UK[1]
+    assert basis_of(moved_UK).columns_RK.shape == (3, 3000)
+    assert basis_of(np.random.default_rng(0).normal(size=(8, 5))).columns_RK.shape == (5, 5)
+
+
 def test_text_that_moves_along_one_direction_is_refused() -> None:
     with pytest.raises(InputError, match="too few directions"):
         basis_of(np.ones((3, 10)))
