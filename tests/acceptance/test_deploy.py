@@ -89,14 +89,20 @@ def test_systemd_reads_the_units(tmp_path: Path) -> None:
         assert run("systemd-analyze", "verify", "--man=no", str(tmp_path / name)) == ""
 
 
-@contextmanager
-def nginx(folder: Path, blob_root: Path) -> Iterator[httpx.Client]:
-    """Run nginx with our configuration, on sockets in `folder`. The API must listen there on api.sock."""
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Return a new key and its certificate."""
     key, certificate = folder / "key.pem", folder / "cert.pem"
     run(
         "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
         "-subj", "/CN=localhost", "-keyout", str(key), "-out", str(certificate),
     )  # fmt: skip
+    return key, certificate
+
+
+@contextmanager
+def nginx(folder: Path, blob_root: Path) -> Iterator[httpx.Client]:
+    """Run nginx with our configuration, on sockets in `folder`. The API must listen there on api.sock."""
+    make_certificate(folder)
     server = (DEPLOY / "nginx/permille.conf").read_text().replace("/etc/permille/tls", str(folder))
     server = server.replace("server 127.0.0.1:8321", f"server unix:{folder}/api.sock")
     server = server.replace("listen 8443 ssl", f"listen unix:{folder}/nginx.sock ssl")
@@ -451,6 +457,32 @@ def test_the_chart_can_be_upgraded_and_a_node_can_be_drained() -> None:
     for (kind, _), one in objects.items():
         if kind == "PersistentVolumeClaim":
             assert one["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+
+
+@pytest.mark.slow
+def test_the_api_starts_as_in_a_pod_and_answers_the_probes(tmp_path: Path) -> None:
+    """Only folders, port, certificate, database and broker are those of the test."""
+    deployment = render(REQUIRED)["Deployment", "permille-api"]
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    settings = {one["name"]: one.get("value", "a-secret") for one in container["env"]}
+    port = str(free_port())
+    tls = make_certificate(tmp_path)
+    for name, value in settings.items():
+        settings[name] = re.sub("^/var/lib", str(tmp_path), value)
+    del settings["PERMILLE_BROKER_URL"], settings["PERMILLE_WORKER_ROLE"]  # Redis and PostgreSQL
+    settings |= dict(zip(("PERMILLE_TLS_KEY", "PERMILLE_TLS_CERTIFICATE"), map(str, tls), strict=True))
+    settings |= {"PERMILLE_DATABASE_URL": f"sqlite:///{tmp_path}/permille.db", "PERMILLE_PORT": port}
+    (tmp_path / "permille").mkdir()
+    with process([sys.executable, *container["command"][1:]], env=environment(**settings)):
+        for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+            probe = [word.replace("8321", port) for word in container[name]["exec"]["command"]]
+            until = time.monotonic() + 120
+            while subprocess.run([sys.executable, *probe[1:]], capture_output=True, check=False).returncode:
+                assert time.monotonic() < until, name
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=False, trust_env=False) as client:
+            for host, status in (("models.example.org", 200), ("permille-api", 200), ("example.net", 421)):
+                assert client.get("/livez", headers={"Host": host}).status_code == status, host
+    assert (tmp_path / "permille-private/own/operator.token").is_file()
 
 
 @pytest.mark.parametrize("release", ["permille", "mine"])
