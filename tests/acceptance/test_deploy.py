@@ -430,6 +430,7 @@ def test_two_releases_share_no_object_and_select_only_their_own_pods() -> None:
                 assert found["spec"]["selector"] == labels[name]
     assert one["Service", "permille-api"]["spec"] != other["Service", "second-permille-api"]["spec"]
     assert ("Service", f"{'long-' * 10}api") in render(REQUIRED, release=f"{'long-' * 10}x")
+    assert ("Service", "team-one-permille-api") in render(REQUIRED, release="team.one")
 
 
 def test_the_migration_needs_nothing_that_the_chart_makes() -> None:

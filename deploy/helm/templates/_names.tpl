@@ -1,7 +1,7 @@
-{{/* The prefix of all names: the release, and the chart unless the release names it. */}}
+{{/* The prefix of all names: the release, and the chart unless the release names it. A service has no dot. */}}
 {{- define "permille.name" -}}
 {{- $name := contains .Chart.Name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) -}}
-{{- $name | trunc 50 | trimSuffix "-" -}}
+{{- $name | replace "." "-" | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
 
 {{/* Labels of a component. Arguments: the root and the component. */}}
