@@ -162,7 +162,7 @@ def build(programs: Programs, model: Model) -> Any:
     programs.permille("corpora", "add", "example", "--file", "corpus.jsonl.gz")
     inputs = ("--model", "example", "--corpus", "example")
     job = programs.permille("builds", "create", *inputs, *model.build, "--no-wait")
-    print("   scores each weight on public text, then packs the model: up to five minutes", flush=True)
+    print("   scores each weight, learns directions, then packs the model: some minutes", flush=True)
     programs.follow(job["id"])
     made = programs.permille("builds", "show", job["id"])
     package = programs.permille("packages", "show", made["package_digest"])

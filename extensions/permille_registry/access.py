@@ -5,7 +5,7 @@ service that it names (docs "Token Authentication Specification" of the CNCF dis
 
 - The login is read from the files that `docker login` and `skopeo login` write. It is never stored elsewhere.
 - It is sent only to the registry, or to a token service of the same domain, and only after a challenge.
-- A token is asked for one repository, whatever scope the challenge names.
+- A token is requested for this repository only, whatever scope the challenge names.
 """
 
 import json
@@ -76,7 +76,7 @@ class Access:
         registry = self._address.registry
         return OperatorError(
             f"{registry} refuses access to {self._address.name}. Log in with `skopeo login {registry}` or "
-            "`docker login`, as a user who may read or write this repository."
+            f"`docker login {registry}`, as a user who may read this repository, or write for a push."
         )
 
     def _token(self, parameters: str, login: str) -> str:
@@ -101,7 +101,7 @@ class Access:
             token = answer.get("token") or answer["access_token"]
             # A line break in the token could add another header.
             if not (token.isascii() and token.isprintable()):
-                raise ValueError("the token has characters of no header")
+                raise ValueError("the token has characters that no header may have")
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
             raise OperatorError(f"The token service {host} sent a malformed answer: {exc!r:.100}") from exc
         return str(token)
@@ -128,11 +128,11 @@ def _login_in(path: Path, registry: str) -> str:
         login = document.get("auths", {}).get(registry, {}).get("auth", "")
         # The characters of base64 cannot end the header.
         if not (isinstance(login, str) and login.isascii() and login.isprintable()):
-            raise ValueError("auth is no base64")
+            raise ValueError("auth is not base64")
     except FileNotFoundError:
         return ""
     except (OSError, ValueError, AttributeError, RecursionError) as exc:
-        raise OperatorError(f"{path} holds no logins of registries: {exc}. Log in again.") from exc
+        raise OperatorError(f"{path} cannot be read as a file of logins: {exc}. Log in again.") from exc
     return login
 
 

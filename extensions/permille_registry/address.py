@@ -47,8 +47,8 @@ class Address:
         found = _ADDRESS.fullmatch(text)
         if found is None or len(found["name"]) > _MOST_LETTERS:
             raise InputError(
-                f"{text!r:.300} is no address of a repository. Write one like "
-                "oci://registry.example.org/models/assistant, in small letters, or with :TAG at the end."
+                f"{text!r:.300} is not the address of a repository. Write one like "
+                "oci://registry.example.org/models/assistant, in lower case. It may end with :TAG."
             )
         return cls(registry=found["host"] + (found["port"] or ""), name=found["name"], tag=found["tag"] or "")
 

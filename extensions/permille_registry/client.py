@@ -7,7 +7,7 @@ and reads answers without a limit. So this module calls the specification's rout
   that, the address of the unfinished upload is kept in a file.
 - A registry may refuse to continue a chunk that was cut, as CNCF distribution 2.8 does. Then this blob starts
   again. Blobs that are complete are never sent again.
-- A download continues its partial file. Its bytes get their name only if they have the asked digest.
+- A download continues its partial file. The file enters the blob folder only if its digest is right.
 - The login goes to the registry's own address only, not to the target of a redirect.
 """
 
@@ -189,7 +189,7 @@ class Registry:
                         )
                     file.write(chunk)
         if room:
-            raise RetryableError(f"{self._address.registry} sent {room} bytes too few of {digest}.")
+            raise RetryableError(f"{self._address.registry} sent {digest} without its last {room} bytes.")
 
     @contextmanager
     def _opened(self, digest: str, start: int) -> Iterator[httpx.Response]:
@@ -262,12 +262,12 @@ class Registry:
             raise OperatorError(f"{self._address.registry} sent a malformed `Location`: {exc}.") from exc
 
     def _own(self, url: httpx.URL) -> httpx.URL:
-        """Return the address of an upload if it is one of the registry. It gets the login and the bytes."""
+        """Return the address of an upload, which gets the login and the bytes, if it is on the registry."""
         own = httpx.URL(self._address.url)
         if (url.scheme, url.host, url.port) != (own.scheme, own.host, own.port):
             raise OperatorError(
-                f"{self._address.registry} sends the upload to {url.scheme:.20}://{url.host:.100}. Neither "
-                "the login nor the package was sent there."
+                f"{self._address.registry} redirects the upload to {url.scheme:.20}://{url.host:.100}. "
+                "Neither the login nor the package was sent there."
             )
         return url
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["releases"]
 
 _Name = Annotated[str, typer.Argument(help="Name of the release.")]
-_Place = Annotated[str, typer.Argument(help="Repository: oci://HOST/NAME.")]
+_Address = Annotated[str, typer.Argument(help="Repository: oci://HOST/NAME.")]
 _Version = Annotated[int | None, typer.Option(help="Version. Default: the newest one that was not yanked.")]
 
 
@@ -30,7 +30,7 @@ _Version = Annotated[int | None, typer.Option(help="Version. Default: the newest
 def push_release(
     session: Session,
     name: _Name,
-    place: Annotated[
+    address: Annotated[
         str,
         typer.Argument(help="Repository: oci://HOST/NAME or oci://HOST/NAME:TAG. Default tag: the version."),
     ],
@@ -50,16 +50,18 @@ def push_release(
     from permille_registry.address import Address
     from permille_registry.artifact import MANIFEST_TYPE, artifact_of, blobs_of, config_of
 
-    address = Address.parse(place)
+    repository = Address.parse(address)
     chosen = _chosen(session, name, version)
-    digest, tag = chosen["manifest_digest"], address.tag or str(chosen["version"])
+    digest, tag = chosen["manifest_digest"], repository.tag or str(chosen["version"])
     package = session.client.read(f"/v1/packages/{digest}/manifest")
     if digest_of(package) != digest:
-        raise CommandError(f"The service sent another manifest than that of {digest}.", Exit.FAILED)
+        raise CommandError(
+            f"The service sent a manifest that does not have the digest {digest}.", Exit.FAILED
+        )
     config = config_of(name, chosen["version"], package)
     artifact = artifact_of(config, package)
     sent = 0
-    with _opened(session, address, "pull,push") as registry:
+    with _opened(session, repository, "pull,push") as registry:
         for blob in blobs_of(package):
             # The manifest is not among the blobs that it lists.
             file = "manifest" if blob.digest == digest else f"blobs/{blob.digest}"
@@ -70,7 +72,7 @@ def push_release(
         registry.upload(digest_of(config), len(config), lambda begin, end: config[begin:end])
         registry.put_manifest(tag, MANIFEST_TYPE, artifact)
     return {
-        "address": f"oci://{address.registry}/{address.name}:{tag}",
+        "address": f"oci://{repository.registry}/{repository.name}:{tag}",
         "artifact_digest": digest_of(artifact),
         "package_digest": digest,
         "sent_bytes": sent,
@@ -81,7 +83,7 @@ def push_release(
 def pull_release(
     session: Session,
     name: _Name,
-    place: _Place,
+    address: _Address,
     into: Annotated[Path, typer.Option(help="Folder for the files of the package, by their digests.")],
     version: _Version = None,
 ) -> Any:
@@ -91,19 +93,19 @@ def pull_release(
 
       permille releases pull assistant oci://registry.example.org/models/assistant --into packages
 
-    The service says which package it is, and each file must have its digest. So the registry cannot replace
-    anything, and tags do not matter. Run the same command again after an interruption. Python opens the
-    package with `Package.open(BlobFolder(Path("packages")), DIGEST)`.
+    The service names the digest of the package, and each file must have the digest that the package states.
+    So the registry cannot replace anything, and tags do not matter. Run the same command again after an
+    interruption. Python opens the package with `Package.open(BlobFolder(Path("packages")), DIGEST)`.
     """
     from permille.package.blobs import BlobFolder
     from permille.package.limits import MAX_MANIFEST_BYTES
     from permille_registry.address import Address
     from permille_registry.artifact import blobs_of
 
-    address = Address.parse(place)
+    repository = Address.parse(address)
     digest = _chosen(session, name, version)["manifest_digest"]
     blobs = BlobFolder(into)
-    with _opened(session, address, "pull") as registry:
+    with _opened(session, repository, "pull") as registry:
         package = registry.read(digest, limit_bytes=MAX_MANIFEST_BYTES)
         for blob in blobs_of(package)[1:]:
             registry.download(blob.digest, blob.size_bytes, blobs)

@@ -1,7 +1,7 @@
 """The basis of a package: directions that were learned from public text (FORMAT 4.13).
 
-The first steps of a log may move the weights along these columns in place of random directions. Replay adds
-the coefficients of each column first, and then makes one product.
+The first steps of a log may move the weights along these columns instead of random directions. Replay adds
+the coefficients of each column first, and then multiplies each column once.
 
 Shapes: R = columns, Q = coefficients of a step, K = masked weights, T = steps.
 """
@@ -89,7 +89,7 @@ def write_basis(blobs: BlobFolder, basis: Basis) -> Layer:
         OSError: from the file system. No blob is left.
     """
     if fault := _fault(basis):
-        raise InputError(f"No basis can be learned from this text, because it {fault}. Choose other text.")
+        raise InputError(f"The basis that was learned from this text {fault}. Choose other text.")
     lengths = np.array([basis.reach, basis.length], "<f4")
     with SafetensorsWriter(blobs) as writer:
         writer.add("columns", "I8", basis.columns_RK.shape, np.ascontiguousarray(basis.columns_RK))
@@ -99,7 +99,7 @@ def write_basis(blobs: BlobFolder, basis: Basis) -> Layer:
 
 
 def stored_basis(blobs: BlobFolder, manifest: Manifest) -> Basis | None:
-    """Read the basis of a stored package, of which no other layer is read. Return None if it has none.
+    """Read the basis of a stored package, and none of its other layers. Return None if it has no basis.
 
     Raises:
         PackageError: `blob-missing`, `blob-digest`, a rule of FORMAT 4.1, or `basis`.

@@ -21,7 +21,7 @@ _ROWS, _TOKENS, _SEED = 1024, 128, 2 << 32
 
 
 def basis_sampling(config: Mapping[str, Any]) -> Sampling:
-    """Return the choice of the text for a basis. The seed is fixed, so the same text gives the same rows."""
+    """Return the number, length and seed of the rows to draw for a basis. Each call returns the same seed."""
     return Sampling(number=_ROWS, length=within_positions(config, _TOKENS), seed=_SEED)
 
 

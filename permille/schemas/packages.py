@@ -88,8 +88,8 @@ Basis = Annotated[
     bool,
     Field(
         strict=True,
-        description="whether to learn directions for zeroth order from the public text of the mask, or else "
-        "of the evaluation. Devices then need fewer forward passes",
+        description="learn the first directions of zeroth order from the corpus of the mask, or else of the "
+        "evaluation. This takes minutes or more. Devices then need fewer forward passes",
     ),
 ]
 

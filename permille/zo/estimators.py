@@ -215,8 +215,8 @@ def _along_columns(
 ) -> tuple[float, NDArray[np.float64]]:
     """Compare the losses along the columns of the basis with their own mean, as `_one_sided` does.
 
-    Every step turns other columns round, by a row of a Hadamard matrix. The comparison cannot see the sum of
-    all directions of a step, which is another vector each time.
+    The signs of the columns are a row of a Hadamard matrix, another one at each step. The comparison cannot
+    see the slope along the sum of the signed columns. With new signs, this sum is another vector.
 
     Returns:
         Mean of the losses, and q derivatives along the columns, divided by the columns' norm. If there are

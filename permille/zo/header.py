@@ -184,7 +184,8 @@ class LogHeader:
         # A gradient moves all masked weights. With other estimators, at least one tensor must move, and in a
         # split, at least one of the lower block.
         check_range("first_tensor", self.first_tensor, 0, 0 if gradient else last)
-        # The columns of a basis cover all masked weights, and two phases with one estimator are enough.
+        # A column has an element for each masked weight, so no tensor may be left out. The steps in the basis
+        # and the later steps share one estimator.
         fits = self.estimator is EstimatorKind.ONE_SIDED and groups and not self.first_tensor
         check_range("basis_steps", self.basis_steps, 0, self.total_steps if fits else 0)
         if any(not sum(self.counts[tensors]) for _, tensors in self.blocks()):

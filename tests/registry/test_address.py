@@ -37,5 +37,5 @@ def test_an_address_has_a_registry_a_name_and_a_tag(text: str, url: str, name: s
     ],
 )
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="no address of a repository"):
+    with pytest.raises(InputError, match="not the address of a repository"):
         Address.parse(text)

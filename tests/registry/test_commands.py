@@ -26,7 +26,10 @@ def test_a_registry_is_chosen_shown_and_left(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("address", "error"),
-    [("registry.example.org/a", "no address"), ("oci://registry.example.org/a:stable", "Leave out :stable")],
+    [
+        ("registry.example.org/a", "not the address"),
+        ("oci://registry.example.org/a:stable", "Leave out :stable"),
+    ],
 )
 def test_a_device_takes_no_other_address(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], address: str, error: str
@@ -48,4 +51,4 @@ def test_an_operators_address_is_checked_first(capsys: pytest.CaptureFixture[str
         "registry.example.org/a",
     ]
     assert operator(place) == 3
-    assert "no address of a repository" in capsys.readouterr().err
+    assert "not the address of a repository" in capsys.readouterr().err

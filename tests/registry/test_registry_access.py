@@ -84,5 +84,5 @@ def test_a_damaged_file_of_logins_is_an_error(
 ) -> None:
     (tmp_path / "logins.json").write_text(content)
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "logins.json"))
-    with pytest.raises(OperatorError, match=r"logins\.json holds no logins of registries"):
+    with pytest.raises(OperatorError, match=r"logins\.json cannot be read as a file of logins"):
         stored_login("a")

@@ -45,8 +45,8 @@ def memory_tokens(
 ) -> NDArray[np.int64]:
     """Return the tokens of a memory: BOS, and the text or its last tokens.
 
-    The memory ends with a separator, so that what follows does not continue its last sentence. The loss of
-    two authors' tweets was 0.15 and 0.07 lower so.
+    The memory ends with a separator, so that what follows does not continue its last sentence. This lowered
+    the loss of two authors' tweets by 0.15 and 0.07 nats per token.
 
     Args:
         documents: the documents, in the order of the text.
