@@ -416,7 +416,10 @@ def _remembered(home: Home, package: Package) -> int:
     active = active_model(home)
     if active is None or active.run is None or active.package != package.digest:
         return 0
-    decision = RunFolder(home.runs / active.run).load("decision", Decision)
+    try:
+        decision = RunFolder(home.runs / active.run).load("decision", Decision)
+    except OperatorError:  # such a model cannot be opened, and `--from base` replaces it
+        return 0
     parts = None if decision is None else decision.parts
     return parts.tokens if parts is not None and parts.chosen.has_memory else 0
 
