@@ -273,11 +273,12 @@ def export(programs: Programs, work: Path) -> None:
 
 def summary(package: dict[str, Any], trained: dict[str, Any], log_bytes: int) -> str:
     """Return the last line of the output."""
-    metrics = trained["metrics"]
-    base, personal = metrics["loss_base"], metrics["loss_personal"]
+    metrics, decision = trained["metrics"], trained["decision"]
+    base, state, personal = (decision[f"loss_{name}"] for name in ("base", "state", "personal"))
+    memory = f", {personal:.3f} with the memory" if personal != state else ""
     general, after = metrics["general_loss_base"], metrics["general_loss_personal"]
     return (
-        f"demo: held-out loss {base:.3f} -> {personal:.3f} ({100 * (base - personal) / base:.1f}% lower), "
+        f"demo: held-out loss {base:.3f} -> {state:.3f} ({100 * (base - state) / base:.1f}% lower){memory}, "
         f"general loss {general:.3f} -> {after:.3f}, package {package['size_bytes']} bytes, "
         + (f"zeroth-order log {log_bytes} bytes, replay exact" if log_bytes else "no zeroth-order log")
     )

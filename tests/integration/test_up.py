@@ -133,6 +133,7 @@ def test_port_file_of_an_earlier_service_is_gone_when_one_starts(tmp_path: Path)
     assert not port_file.exists()
 
 
+@pytest.mark.slow
 def test_tls_service_on_every_address_is_reached_by_its_name_with_its_certificate(tmp_path: Path) -> None:
     certificate, key = _self_signed(tmp_path, "DNS:localhost")
     options = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--no-worker")

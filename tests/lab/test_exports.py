@@ -43,6 +43,7 @@ def test_a_cell_becomes_rows_of_the_table(tmp_path: Path) -> None:
     assert page["ours"] == "tiny, int4: 5.1000 and 4.4000"
 
 
+@pytest.mark.slow
 def test_all_types_of_a_package_are_measured(tmp_path: Path) -> None:
     package = exported_package(tmp_path / "blobs", "llama", Scheme.INT4, changes={"intermediate_size": 96})
     values_K = variants(package, 2, scale=0.2)[1]

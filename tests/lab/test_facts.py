@@ -31,7 +31,7 @@ def test_every_fact_has_its_answer_and_every_question_lacks_it() -> None:
     assert not _is_right("He owns 14th place", ["14"])
 
 
-@pytest.mark.parametrize("contenders", [UNTRAINED, TRAINED])
+@pytest.mark.parametrize("contenders", [UNTRAINED, pytest.param(TRAINED, marks=pytest.mark.slow)])
 def test_contenders_answer_all_questions(tmp_path: Path, contenders: tuple[Recall, ...]) -> None:
     package = tiny_package(tmp_path, chat_template=CHATML, config={"max_position_embeddings": 1024})
     user = User(name="nobody", documents=tuple({"text": text} for text in sentences(320)))

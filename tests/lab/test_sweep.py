@@ -42,6 +42,7 @@ train = "text.json"
 """
 
 
+@pytest.mark.slow
 def test_language_modelling_has_the_losses_of_transformers_and_no_accuracy(sweep_file: Path) -> None:
     folder, model = sweep_file.parent, EXAMPLE_MODEL
     texts = [f"The {word} house stands in town {n}." for n in range(3) for word in WORDS]

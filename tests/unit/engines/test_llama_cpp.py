@@ -162,6 +162,7 @@ def test_a_text_has_the_same_tokens(bytes_only: bool, tmp_path: Path) -> None:
     own.close()
 
 
+@pytest.mark.slow
 def test_the_guides_python_block_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = exported_package(tmp_path / "blobs", "llama")
     export_gguf(package, None, tmp_path / "mine-gguf", kind="q8_0")
