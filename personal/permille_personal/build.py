@@ -29,24 +29,21 @@ from permille.package.build import ChosenMask
 from permille.package.manifest import Quantization
 from permille.package.reader import Package
 from permille.pipeline.draw import Corpus, Drawn, Sampling
-from permille.pipeline.inputs import Made, Progress, SourceModel, versions
+from permille.pipeline.inputs import Made, SourceModel, versions
 from permille.pipeline.pack import pack, reference_sampling
 from permille.pipeline.quantize import nearest_codes, quantize, source_codes
 from permille.pipeline.select import MaskChoice, read_mask, write_choice
 from permille.quantization import default_group_size
 from permille.quantization.types import Scheme
+from permille_personal.command import Part, Shown
 from permille_personal.request import Request
 
 SEQUENCES, LENGTH = 32, 256
 """Fewer and shorter sequences than a build uses by default, so that the mask takes minutes on a laptop."""
 
 
-def built_package(request: Request, say: Callable[[str], None], progress: Progress) -> Package:
+def built_package(request: Request, shown: Shown) -> Package:
     """Build the package of a request, or open it if it is built.
-
-    Args:
-        say: a function that gets each line for the person.
-        progress: a function that gets the progress of each step.
 
     Raises:
         CommandError: there is no public text.
@@ -57,28 +54,22 @@ def built_package(request: Request, say: Callable[[str], None], progress: Progre
     blobs.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     done = folder / "package"
     if not done.exists():
-        corpus = _corpus(request, folder, say)
-        _once(done, lambda: _build(request, folder, blobs, corpus, say, progress))
+        corpus = _corpus(request, folder, shown)
+        _once(done, lambda: _build(request, folder, blobs, corpus, shown))
     # Only the build reads these files.
     for left in ("models", "scoring"):
         shutil.rmtree(folder / left, ignore_errors=True)
     return Package.open(blobs, done.read_text(encoding="ascii"))
 
 
-def _build(
-    request: Request,
-    folder: Path,
-    blobs: BlobFolder,
-    corpus: Corpus,
-    say: Callable[[str], None],
-    progress: Progress,
-) -> str:
+def _build(request: Request, folder: Path, blobs: BlobFolder, corpus: Corpus, shown: Shown) -> str:
     from transformers.utils import logging
 
     from permille.models.loading import FileTokenizer
     from permille.pipeline.score import Scoring
 
     logging.disable_progress_bar()  # each load of the model would print one between our lines
+    say, progress = shown.say, shown.progress
     progress(0.0, "opening the model")
     model = _model(request.model, folder / "models")
     checkpoint = model.checkpoint
@@ -99,6 +90,7 @@ def _build(
         return write_choice(blobs, model, choice, scoring.scored(scoring.scores(), base), progress).put(blobs)
 
     def weights() -> str:
+        shown.begin(Part.WEIGHTS, "storing them in few bits")
         codes = source_codes(model, how) if how.name is Scheme.SOURCE else nearest_codes(model, how)
         return quantize(blobs, model, how, Embeddings.Q8_0, codes, progress=progress).put(blobs)
 
@@ -107,6 +99,7 @@ def _build(
     chosen = Made.stored(blobs, _once(folder / "mask", mask))
     how = Quantization(name=Scheme(request.scheme), group_size=default_group_size(request.scheme))
     coded = Made.stored(blobs, _once(folder / "weights", weights))
+    shown.begin(Part.PACKAGE, "writing and verifying it")
     text, _ = corpus.draw_held_out(FileTokenizer(checkpoint.folder), reference_sampling(checkpoint.config))
     return pack(
         blobs,
@@ -166,7 +159,7 @@ def _link(source: str, place: str) -> None:
         shutil.copyfile(source, place)
 
 
-def _corpus(request: Request, folder: Path, say: Callable[[str], None]) -> Corpus:
+def _corpus(request: Request, folder: Path, shown: Shown) -> Corpus:
     """Choose the public text, and tell the person. A build that goes on keeps its text."""
     known = (folder / "corpus").exists()
     streams = _once(folder / "corpus", lambda: "c4" if request.corpus is None and reaches_hub() else "file")
@@ -177,7 +170,7 @@ def _corpus(request: Request, folder: Path, say: Callable[[str], None]) -> Corpu
     else:
         included = "the small text that is included, since the hub cannot be reached; C4 is better "
         words = str(request.corpus or f"{included}(--corpus FILE)")
-    say(f"   Finding the model's sensitive weights with {words}. This takes some minutes.")
+    shown.begin(Part.MASK, f"the sensitive weights, found with {words}. This takes some minutes.")
     if streams == "c4":
         from permille.corpora.streams import streamed_texts
 

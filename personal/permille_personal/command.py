@@ -4,7 +4,13 @@ This module is imported at each start of `permille`, so it imports the steps onl
 """
 
 import json
+import shlex
+import signal
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +37,32 @@ from permille_personal.request import (
 
 NAME, PANEL = "personal", "Start here"
 LINE_EVERY_S = 30.0
+
+
+class Part(StrEnum):
+    """Parts of the work, in their order."""
+
+    MASK = "mask"
+    WEIGHTS = "weights"
+    PACKAGE = "package"
+    TRAINING = "training"
+    EXPORT = "export"
+
+    @property
+    def place(self) -> str:
+        """The place among all parts, such as `2 of 5, weights`."""
+        return f"{[*Part].index(self) + 1} of {len(Part)}, {self}"
+
+
+KEPT = {
+    None: "what earlier runs have finished",
+    Part.MASK: "the scores of the text up to the last 16 sequences",
+    Part.WEIGHTS: "the mask",
+    Part.PACKAGE: "the mask and the weights",
+    Part.TRAINING: "the package and the finished steps",
+    Part.EXPORT: "the package and the personal model",
+}
+"""The results that the same command uses again if it is stopped in a part, or before the first one."""
 
 
 def personalise(
@@ -106,37 +138,37 @@ def personalise(
     again: it keeps a finished package and the finished training steps. The model is written only if it is
     surely better on your text.
     """
-    model = named_model(gguf, folder, ollama)
-    folder_of_work = work or context.obj.folder.resolve() / NAME
-    check_paths(text, out, corpus, folder_of_work)
-    chosen = {
-        "minutes": minutes,
-        "steps": steps,
-        "learn": learn,
-        "rate_scale": rate_scale,
-        "keep_general": keep_general,
-    }
-    training = {name: value for name, value in chosen.items() if value is not None}
-    check_numbers(density, training)
-    form = chosen_form(form, out)
-    scheme = chosen_scheme(model, scheme, form)
-    check_form(model, form)
-    key = key_of(model, corpus, density, scheme)
-    request = Request(
-        model=model,
-        texts=tuple(text),
-        out=out,
-        form=form,
-        corpus=corpus,
-        density=density,
-        scheme=scheme,
-        key=key,
-        work=work or folder_of_work / key[:16],
-        training=training,
-    )
-    from permille_personal.run import run
+    with Shown(quiet=as_json) as shown, _stoppable(shown):
+        model = named_model(gguf, folder, ollama)
+        folder_of_work = work or context.obj.folder.resolve() / NAME
+        check_paths(text, out, corpus, folder_of_work)
+        chosen = {
+            "minutes": minutes,
+            "steps": steps,
+            "learn": learn,
+            "rate_scale": rate_scale,
+            "keep_general": keep_general,
+        }
+        training = {name: value for name, value in chosen.items() if value is not None}
+        check_numbers(density, training)
+        form = chosen_form(form, out)
+        scheme = chosen_scheme(model, scheme, form)
+        check_form(model, form)
+        key = key_of(model, corpus, density, scheme)
+        request = Request(
+            model=model,
+            texts=tuple(text),
+            out=out,
+            form=form,
+            corpus=corpus,
+            density=density,
+            scheme=scheme,
+            key=key,
+            work=work or folder_of_work / key[:16],
+            training=training,
+        )
+        from permille_personal.run import run
 
-    with Shown(quiet=as_json) as shown:
         try:
             answer = run(request, shown)
         except InputError:
@@ -144,14 +176,37 @@ def personalise(
         except PermilleError as exc:
             code = Exit.RETRY if isinstance(exc, RetryableError) else Exit.FAILED
             raise CommandError(str(exc), code) from exc
-    if as_json:
-        echo(json.dumps(answer, indent=2))
+        if as_json:
+            echo(json.dumps(answer, indent=2))
+
+
+@contextmanager
+def _stoppable(shown: "Shown") -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM unwind the stack, so that the child process is stopped, too.
+
+    Raises:
+        CommandError: one of them came. The message says what is kept, and how to go on.
+    """
+    # Python's default for SIGTERM ends the process at once and would leave the training running.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        where = f"in part {shown.part.place}" if shown.part else "before the first part"
+        raise CommandError(
+            f"Stopped {where}. Kept: {KEPT[shown.part]}. To go on, run the same command again: "
+            f"{shlex.join(('permille', *sys.argv[1:]))}",
+            Exit.INTERRUPTED,
+        ) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Shown:
     """Output for the person: lines, and the progress of the build on standard error.
 
-    A terminal shows a bar. Other output gets a line for each new phase, and one in half a minute.
+    A terminal shows a bar. Other output gets a line for each new phase, and one in half a minute. Both begin
+    with the part of the work.
 
     Args:
         quiet: show nothing.
@@ -159,6 +214,8 @@ class Shown:
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
+        self.part: Part | None = None
+        self._place = ""
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=PlainConsole(stderr=True), transient=True, disable=quiet)
         self._task: TaskID | None = None
@@ -170,6 +227,11 @@ class Shown:
     def __exit__(self, *_: object) -> None:
         self.end()
 
+    def begin(self, part: Part, text: str) -> None:
+        """Begin a part of the work, and print a line about it."""
+        self.part, self._place = part, f"{part.place}: "
+        self.say(f"{self._place}{text}")
+
     def say(self, text: str) -> None:
         """Print a line."""
         if not self.quiet:
@@ -177,17 +239,17 @@ class Shown:
             echo(text)
 
     def progress(self, fraction: float, message: str) -> None:
-        """Show the progress of a step."""
+        """Show the progress of the part."""
         if self._bar.console.is_terminal:
             if self._task is None:
                 self._bar.start()
                 self._task = self._bar.add_task("", total=1.0)
-            self._bar.update(self._task, completed=fraction, description=message)
+            self._bar.update(self._task, completed=fraction, description=self._place + message)
             return
-        phase, now = message.split(" ")[0], time.monotonic()
+        phase, now = self._place + message.split(" ")[0], time.monotonic()
         if not self.quiet and (phase != self._told or now - self._told_s >= LINE_EVERY_S):
             self._told, self._told_s = phase, now
-            echo(f"{message}: {100 * fraction:.0f} % done", err=True)
+            echo(f"{self._place}{message}: {100 * fraction:.0f} % done", err=True)
 
     def end(self) -> None:
         """Remove the bar."""

@@ -1,8 +1,8 @@
-"""The three stages of `permille personalise`. Each stores its result and is skipped if the result exists.
+"""The parts of `permille personalise`. Each stores its result and is skipped if the result exists.
 
-    package   the steps of `permille.pipeline` build a package, which is installed in a device's folder
-    train     a child process, which is `permille-agent train`, trains or resumes an interrupted run
-    export    a GGUF file or a folder is written, and a page that shows what changed
+    package    the parts of `permille_personal.build` make a package, which is installed in a device's folder
+    training   a child process, which is `permille-agent train`, trains or resumes an interrupted run
+    export     a GGUF file or a folder is written, and a page that shows what changed
 
 An interrupted command therefore resumes when it is run again. Commands with the same model, corpus, density
 and scheme share a package. Each set of texts has a device of its own, so that a personal model never learns
@@ -50,14 +50,14 @@ from permille_agent.embed import (
     telling_disk,
 )
 from permille_personal.build import built_package
-from permille_personal.command import Shown
+from permille_personal.command import Part, Shown
 from permille_personal.request import Form, Request, home_of, unusable_work
 
 STOP_S = 60.0
 
 
 def run(request: Request, shown: Shown) -> dict[str, Any]:
-    """Run the stages that are still to be done, and return the losses and paths of the result.
+    """Run the parts that are still to be done, and return the losses and paths of the result.
 
     Raises:
         CommandError: a stage failed, or training did not improve on the base model. If the export failed, the
@@ -65,14 +65,14 @@ def run(request: Request, shown: Shown) -> dict[str, Any]:
         PermilleError: the package cannot be built.
     """
     say, device = shown.say, request.work / home_of(request.texts)
-    with _alone(request), _terminated_as_exit():
-        say(f"1. A package of the model, in {request.work}")
+    with _alone(request):
+        say(f"The work is kept in {request.work}")
         if device.exists() and active_model(Home(device)) is not None:
-            say("   It is installed already.")
+            say("The package is installed already.")
         else:
             _install(request, device, shown)
         home = open_home(device)
-        say("2. Training on your text. Ctrl-C stops. The same command continues.")
+        shown.begin(Part.TRAINING, "on your text. Ctrl-C stops. The same command continues.")
         is_new = _train(request, home, shown)
         last = list_runs(home)[-1].require("outcome", RunOutcome)
         if not is_new:
@@ -80,7 +80,7 @@ def run(request: Request, shown: Shown) -> dict[str, Any]:
                 f"   This training ({last.metrics.loss_personal:.3f}) was not surely better than the model "
                 "that an earlier training on this text made. The result is that earlier model."
             )
-        say(f"3. Writing {request.out}")
+        shown.begin(Part.EXPORT, f"writing {request.out}")
         try:
             with telling_disk():
                 _export(request, home, shown)
@@ -137,34 +137,25 @@ def _alone(request: Request) -> Iterator[None]:
         lock.release()
 
 
-@contextmanager
-def _terminated_as_exit() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that the child process is stopped."""
-    # Python's default ends the process at once and would leave the training running.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(Exit.INTERRUPTED)))
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise CommandError("Stopped. The same command goes on from here.", Exit.INTERRUPTED) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _install(request: Request, device: Path, shown: Shown) -> None:
     """Build the package, and install it for the device.
 
     A device without a package holds no data, so it is removed and made again.
     """
-    package = built_package(request, shown.say, shown.progress)
+    package = built_package(request, shown)
     shutil.rmtree(device, ignore_errors=True)
     install_package(open_home(device), package)
     shown.say(f"   package of {package.size_bytes / 1e6:.1f} MB")
 
 
 def _train(request: Request, home: Home, shown: Shown) -> bool:
-    """Train, and return whether the result was adopted. Raises CommandError if there is no personal model.
+    """Train, and return whether the result was adopted.
 
     A child process trains. So it does not hold the memory of the build, and its report names its own memory.
+
+    Raises:
+        CommandError: there is no personal model.
+        KeyboardInterrupt: the child was interrupted.
     """
     options = (
         part
@@ -192,7 +183,7 @@ def _train(request: Request, home: Home, shown: Shown) -> bool:
         case ExitCode.TRY_LATER:
             raise CommandError("An earlier training is still ending. Run the command again.", Exit.RETRY)
         case ExitCode.INTERRUPTED:
-            raise CommandError("Stopped. The same command goes on from here.", Exit.INTERRUPTED)
+            raise KeyboardInterrupt
     raise CommandError(f"Training ended with exit code {code} (see above).", Exit.FAILED)
 
 
@@ -210,7 +201,7 @@ def _agent(arguments: list[str], *, quiet: bool) -> tuple[int, str]:
     )
     try:
         answer, _ = child.communicate()
-    except BaseException:  # Ctrl-C, or SIGTERM as SystemExit
+    except BaseException:  # Ctrl-C, or SIGTERM
         child.send_signal(signal.SIGINT)
         try:
             child.wait(STOP_S)

@@ -103,24 +103,30 @@ def test_a_killed_command_goes_on_to_the_same_model(
     options = _options(tmp_path, "killed")
     work = tmp_path / "killed"
     stages = (
-        ("build/drawn", signal.SIGKILL),
-        ("build/mask", signal.SIGTERM),
-        ("device-*/runs/*/descent-0.jsonl", signal.SIGINT),
-        ("device-*/runs/*/outcome.json", signal.SIGKILL),
+        ("build/drawn", signal.SIGKILL, ""),
+        ("build/mask", signal.SIGTERM, ""),
+        ("device-*/runs/*/descent-0.jsonl", signal.SIGINT, "4 of 5, training. Kept: the package and the"),
+        ("device-*/runs/*/outcome.json", signal.SIGKILL, ""),
     )
-    for pattern, number in stages:
+    for pattern, number, told in stages:
         process = Process(
             options,
             env=environment(),
             text=True,
+            stderr=subprocess.PIPE,
             start_new_session=True,
             # A shell's background jobs ignore SIGINT, and what they start inherits that.
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
         )
         _wait_for(work, pattern, process)
         process.send_signal(number)
-        code = process.wait(WAIT_S)
-        assert code == (-signal.SIGKILL if number == signal.SIGKILL else INTERRUPTED)
+        _, said = process.communicate(timeout=WAIT_S)
+        assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else INTERRUPTED)
+        assert told in said
+        if number != signal.SIGKILL:
+            assert said.endswith(
+                f"To go on, run the same command again: {shlex.join(('permille', *options[3:]))}\n"
+            )
         _until_none_lives(work)
     again = _answer(options)
 

@@ -234,7 +234,6 @@ def test_a_training_that_loses_to_the_model_in_use_exports_that_one(
         (ExitCode.INPUT_REFUSED, '{"message": "There is too little text."}', "too little text", Exit.REFUSED),
         (ExitCode.INPUT_REFUSED, "", "see above", Exit.REFUSED),
         (ExitCode.TRY_LATER, "", "Run the command again", Exit.RETRY),
-        (ExitCode.INTERRUPTED, "", "goes on from here", Exit.INTERRUPTED),
         (ExitCode.OPERATOR, "", "exit code 6", Exit.FAILED),
         (-9, "", "exit code -9", Exit.FAILED),
     ],
@@ -245,6 +244,13 @@ def test_the_end_of_a_training_is_told_with_its_exit_code(
     with pytest.raises(CommandError, match=told) as ended:
         train(tmp_path, monkeypatch, code, answer=answer)
     assert ended.value.code is exit_code
+
+
+def test_a_training_that_was_interrupted_interrupts_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, monkeypatch, ExitCode.INTERRUPTED)
 
 
 def test_a_training_gets_the_options_of_the_person(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
