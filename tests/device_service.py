@@ -95,6 +95,10 @@ class DeviceService:
         self.forced_root: str | None = None
         self.url = ""
 
+    def asked(self, what: str) -> list[str]:
+        """Return the paths of the requests that contain `what`."""
+        return [path for _, path, _ in self.requests if what in path]
+
     def publish(
         self,
         digest: str,

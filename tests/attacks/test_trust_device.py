@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -21,43 +20,19 @@ from permille.package.reader import Package
 from permille.trust.metadata import Holders, new_signer
 from permille.trust.repository import Repository
 from permille.trust.roles import target_path
-from permille_agent.link import install
-from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import AccessRefusedError, Connection, ServiceUnavailableError
-from permille_agent.link.enrolment import Enrolment, enroll, load_enrolment, open_api
-from permille_agent.link.pull import Pulled, pull
-from permille_agent.state.home import Home, open_home
+from permille_agent.link.enrolment import enroll, load_enrolment
+from permille_agent.state.home import open_home
 from permille_agent.state.models import installed_release
-from tests.device_service import CODE, RELEASE_NAME, DeviceService, Fault, serving
+from tests.device_service import CODE, RELEASE_NAME, Fault
+from tests.enrolled import Device, enrolled
 from tests.packages import tiny_package
 
-NOW_S = 1_800_000_000
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _connect(server: str, ca_file: Path | None) -> Connection:
     return Connection(server, ca_file=ca_file, sleep=lambda _seconds: None, rng=random.Random(0), attempts=2)
-
-
-@dataclass(frozen=True)
-class Device:
-    """An enrolled device with version 1 installed, and its service."""
-
-    home: Home
-    api: DeviceApi
-    enrolment: Enrolment
-    service: DeviceService
-
-    def pull(self) -> Pulled:
-        return pull(self.home, self.api, self.enrolment, now_s=NOW_S)
-
-    def refusal(self) -> str:
-        """Pull and return the code of the refusal. Check that the installed release is unchanged."""
-        before = installed_release(self.home)
-        with pytest.raises(PackageError) as refused:
-            self.pull()
-        assert installed_release(self.home) == before
-        return refused.value.code
 
 
 @pytest.fixture(scope="module")
@@ -68,19 +43,10 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Package, Package
 
 
 @pytest.fixture
-def device(
-    tmp_path: Path, packages: tuple[Package, Package], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Device]:
-    # Other tests cover the trial of a package in a child process.
-    monkeypatch.setattr(install, "try_package", lambda *_args, **_more: None)
-    with serving(packages[0].blobs.root) as service:
-        service.publish(packages[0].digest, 1)
-        home = open_home(tmp_path / "home")
-        enrolment = enroll(home, service.url, service.invitation, connection=_connect)
-        with open_api(home, connection=_connect) as api:
-            device = Device(home, api, enrolment, service)
-            device.pull()
-            yield device
+def device(tmp_path: Path, packages: tuple[Package, Package]) -> Iterator[Device]:
+    with enrolled(tmp_path / "home", packages[0], _connect) as device:
+        device.pull()
+        yield device
 
 
 @pytest.mark.attack(2, "replay metadata that the device has seen the successor of")

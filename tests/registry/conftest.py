@@ -1,7 +1,6 @@
 """Fixtures of the registry's tests: a registry behind a gate, a package, a device, and an empty home."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,21 +9,15 @@ from permille.digests import digest_of
 from permille.package.blobs import BlobFolder
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.reader import Package
-from permille_agent.link import install
-from permille_agent.link.api import DeviceApi
 from permille_agent.link.client import Connection
-from permille_agent.link.enrolment import Enrolment, enroll, open_api
-from permille_agent.link.pull import Pulled, pull
-from permille_agent.state.home import Home, open_home, write_record
+from permille_agent.state.home import write_record
 from permille_registry.agent import source
 from permille_registry.agent.source import ChosenRegistry
 from permille_registry.artifact import MANIFEST_TYPE, artifact_of, blobs_of, config_of
 from permille_registry.client import Registry
-from tests.device_service import DeviceService, serving
+from tests.enrolled import Device, enrolled
 from tests.packages import tiny_package
 from tests.registry.site import Gate, gate, registry
-
-NOW_S = 1_800_000_000.0
 
 
 @pytest.fixture(autouse=True)
@@ -72,23 +65,6 @@ def push(site: Gate, package: Package, tag: str = "1") -> None:
         opened.put_manifest(tag, MANIFEST_TYPE, artifact_of(config, manifest))
 
 
-@dataclass(frozen=True)
-class Device:
-    """An enrolled device that fetches blobs from the registry, and its service."""
-
-    home: Home
-    api: DeviceApi
-    enrolment: Enrolment
-    service: DeviceService
-
-    def pull(self) -> Pulled:
-        return pull(self.home, self.api, self.enrolment, now_s=NOW_S)
-
-    def asked(self, what: str) -> list[str]:
-        """Return the paths at the service that contain `what`."""
-        return [path for _, path, _ in self.service.requests if what in path]
-
-
 def _connect(server: str, ca_file: Path | None) -> Connection:
     return Connection(server, ca_file=ca_file, sleep=lambda _seconds: None)
 
@@ -98,15 +74,9 @@ def new_device(
     tmp_path: Path, packages: tuple[Package, Package], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Device]:
     """Yield a device whose service offers the first package, and that has not pulled yet."""
-    # Other tests cover the trial of a package in a child process.
-    monkeypatch.setattr(install, "try_package", lambda *_args, **_more: None)
     monkeypatch.setattr(source, "connect", _connect)
-    with serving(packages[0].blobs.root) as service:
-        service.publish(packages[0].digest, 1)
-        home = open_home(tmp_path / "home")
-        enrolment = enroll(home, service.url, service.invitation, connection=_connect)
-        with open_api(home, connection=_connect) as api:
-            yield Device(home, api, enrolment, service)
+    with enrolled(tmp_path / "home", packages[0], _connect) as device:
+        yield device
 
 
 @pytest.fixture

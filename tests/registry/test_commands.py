@@ -8,6 +8,7 @@ import pytest
 from permille_agent.cli.main import main as agent
 from permille_agent.state.home import open_home
 from permille_service.cli.main import main as operator
+from tests.enrolled import Device
 
 
 def test_a_registry_is_chosen_shown_and_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +23,17 @@ def test_a_registry_is_chosen_shown_and_left(tmp_path: Path, capsys: pytest.Capt
     assert agent([*home[:2], "status"]) == 0
     assert "oci://registry.example.org/a" in capsys.readouterr().out
     assert said("off") is said("off") is said("show") is None
+
+
+def test_a_choice_leads_to_a_pull_and_before_that_to_an_enrolment(
+    new_device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for home, then in (
+        (open_home(tmp_path / "empty"), "enroll SERVER INVITATION"),
+        (new_device.home, "pull"),
+    ):
+        assert agent(["--home", str(home.root), "registry", "use", "oci://registry.example.org/a"]) == 0
+        assert capsys.readouterr().out.endswith(f"next: permille-agent {then}\n")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from permille_agent.link.forget import forget, unenroll
 from permille_agent.link.verify import verify
 from permille_agent.state.lock import hold_lock
 from permille_agent.state.models import installed_release
-from tests.registry.conftest import Device, push
+from tests.enrolled import Device
+from tests.registry.conftest import push
 from tests.registry.site import Fault, Gate
 
 
@@ -32,7 +33,7 @@ def test_a_device_fetches_every_blob_from_the_registry(
     push(site, packages[0])
     pulled = device.pull()
     assert pulled.release.manifest_digest == packages[0].digest
-    assert device.asked("/blobs/") == []
+    assert device.service.asked("/blobs/") == []
     assert len(site.lines(r"^GET .*/blobs/sha256:")) == len({x.digest for x in packages[0].manifest.layers})
     # The service's token stays at the service.
     assert not any("authorization" in headers for _, headers, _ in site.requests)
@@ -68,7 +69,7 @@ def test_damage_is_repaired_from_the_registry(
         path.chmod(0o600)
         path.write_bytes(data)
     assert not verify(device.home, device.api).left
-    assert device.asked("/manifest") == device.asked("/blobs/") == []
+    assert device.service.asked("/manifest") == device.service.asked("/blobs/") == []
     assert not verify(device.home).damaged
 
 

@@ -29,6 +29,7 @@ from permille_agent.state.home import Home, read_record, write_record
 
 INVITATION = re.compile(r"[A-Za-z0-9_-]{22}\.([0-9a-f]{32})", re.ASCII)
 CA_LIMIT_BYTES = 1 << 20
+COMMAND = "permille-agent enroll SERVER INVITATION"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +91,7 @@ def require_enrolment(home: Home) -> tuple[Enrolment, Identity]:
     """
     enrolment, identity = load_enrolment(home), load_identity(home)
     if enrolment is None or identity is None:
-        raise OperatorError(
-            "This device is not enrolled. Run `permille-agent enroll SERVER INVITATION` first."
-        )
+        raise OperatorError(f"This device is not enrolled. Run `{COMMAND}` first.")
     return enrolment, identity
 
 

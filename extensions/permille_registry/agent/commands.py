@@ -33,6 +33,7 @@ def use_registry(
     older version. Log in with `skopeo login HOST` or `docker login HOST` if the registry asks for it.
     """
     from permille.errors import InputError
+    from permille_agent.link.enrolment import COMMAND, load_enrolment
     from permille_agent.state.home import write_record
     from permille_registry.address import Address
     from permille_registry.agent.source import ChosenRegistry
@@ -45,7 +46,8 @@ def use_registry(
     home = home_of(context)
     with hold_lock(home, "registry", wait_s=10.0):
         write_record(home.registry, ChosenRegistry(address=str(parsed), ca_file=str(ca_file or "")))
-    show({"address": str(parsed)}, as_json=as_json, then="permille-agent pull")
+    then = "permille-agent pull" if load_enrolment(home) else COMMAND
+    show({"address": str(parsed)}, as_json=as_json, then=then)
 
 
 @registry.command("show")

@@ -3,19 +3,17 @@
 import json
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from permille.errors import OperatorError, PackageError
-from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
 from permille.package.reader import Package
 from permille_agent.link import pull as module
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import Enrolment
-from permille_agent.link.pull import Pulled, collect_garbage, pull
+from permille_agent.link.pull import collect_garbage, pull
 from permille_agent.link.verify import verify
 from permille_agent.state.home import Home
 from permille_agent.state.models import (
@@ -26,35 +24,14 @@ from permille_agent.state.models import (
     opening,
 )
 from tests.device_service import DeviceService, Fault
+from tests.enrolled import NOW_S, Device
 from tests.packages import program_package, tiny_package
-
-NOW_S = 1_800_000_000
 
 
 @pytest.fixture(scope="module")
 def second(package: Package) -> Package:
     """Return another package in the same folder: the same model with another mask and seed."""
     return tiny_package(package.blobs.root, seed=1)
-
-
-@dataclass(frozen=True)
-class Device:
-    home: Home
-    api: DeviceApi
-    enrolment: Enrolment
-    service: DeviceService
-
-    @property
-    def blobs(self) -> BlobFolder:
-        return BlobFolder(self.home.blobs)
-
-    def pull(self) -> Pulled:
-        return pull(self.home, self.api, self.enrolment, now_s=NOW_S)
-
-    def refusal(self) -> str:
-        with pytest.raises(PackageError) as refused:
-            self.pull()
-        return refused.value.code
 
 
 @pytest.fixture
