@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
 from permille.errors import OperatorError, PermilleError
+from permille.extras import install_line
 from permille.plain_text import printable
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def start_tracing(program: str) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as exc:
         raise OperatorError(
-            f'{ENDPOINT} needs {exc.name}, which is not installed: pip install "permille[telemetry]"'
+            f"{ENDPOINT} needs {exc.name}, which is not installed. Run {install_line('telemetry')}."
         ) from exc
     provider = TracerProvider(resource=Resource.create({"service.name": program}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -9,6 +9,7 @@ import logging
 from permille.choices import EngineName, choice_of
 from permille.engines.interface import Engine
 from permille.errors import InputError
+from permille.extras import install_line
 from permille.models.architecture import architecture_of
 from permille.package.reader import Package
 
@@ -81,6 +82,6 @@ def _torch(package: Package, device: str, compute_dtype: str, threads: int | Non
         if exc.name not in ("torch", "transformers", "bitsandbytes"):
             raise
         raise InputError(
-            f'The engine "torch" needs {exc.name}, which is not installed: pip install "permille[torch]"'
+            f'The engine "torch" needs {exc.name}, which is not installed. Run {install_line("torch")}.'
         ) from exc
     return TorchEngine(package, device=device, compute_dtype=compute_dtype, threads=threads)

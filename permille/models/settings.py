@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from permille.errors import InputError
+from permille.extras import install_line
 
 # Bookkeeping, dropout (used in training only), and keys for the memory layout of old releases.
 _HARMLESS = frozenset(
@@ -41,7 +42,7 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
-HINT = 'the torch engine may support this model: pip install "permille[torch]", then use --engine torch'
+HINT = f"the torch engine may support this model: run {install_line('torch')}, then use --engine torch"
 
 
 # The default limit of `Settings.size`. It is far above any published model, and a product of two such sizes

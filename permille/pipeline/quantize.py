@@ -16,6 +16,7 @@ from permille.choices import Embeddings
 from permille.corpora.sequences import POOL
 from permille.digests import JSON
 from permille.errors import InputError, OperatorError
+from permille.extras import install_line
 from permille.models.families import scoped_tensors
 from permille.models.settings import within_positions
 from permille.package.blobs import BlobFolder
@@ -103,9 +104,7 @@ def calibrated_codes(
         OperatorError: auto-round is not installed.
     """
     if importlib.util.find_spec("auto_round") is None:
-        raise OperatorError(
-            'auto-round is not installed on this worker. Run: pip install "permille[workers]"'
-        )
+        raise OperatorError(f"auto-round is not installed on this worker. Run {install_line('workers')}.")
     import torch
 
     from permille.models.layerwise import whole_model

@@ -25,6 +25,7 @@ from itertools import accumulate, islice, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from permille.extras import install_line
 from permille.sandbox.confinement import allow_cpu, confine
 
 if TYPE_CHECKING:
@@ -289,9 +290,7 @@ class Child:
         except UnreadableError as exc:
             raise _RefusedError(str(exc)) from exc
         except ModuleNotFoundError as exc:
-            raise _RefusedError(
-                f"reading {kind} needs {exc.name}: pip install 'permille[documents]'"
-            ) from exc
+            raise _RefusedError(f"reading {kind} needs {exc.name}: run {install_line('documents')}") from exc
         except Exception as exc:  # a library may raise anything for a damaged document
             raise _RefusedError(f"damaged, or no {kind} file") from exc
         if sum(len(one.text) for one in texts) > limit:

@@ -58,6 +58,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
+from permille.extras import install_line
 from permille.store.errors import ChangedError
 from permille.store.tables import Instant, Probe
 
@@ -343,7 +344,7 @@ def parse_url(text: str) -> URL:
         try:
             from permille.store import postgres
         except ModuleNotFoundError as exc:
-            raise ValueError('PostgreSQL needs psycopg: pip install "permille[postgres]"') from exc
+            raise ValueError(f"PostgreSQL needs psycopg. Run {install_line('postgres')}.") from exc
         unknown = sorted(url.query.keys() - postgres.option_names())
         if unknown:
             raise ValueError(f"PostgreSQL has no option {unknown[0]!r:.40}.")

@@ -238,7 +238,7 @@ def test_messages_and_pages_advise_only_extras_that_exist() -> None:
     advised = {
         (path.name, extra)
         for path in places
-        for names in re.findall(r"permille\[([a-z0-9, -]+)\]", path.read_text())
+        for names in re.findall(r"(?:permille\[|install_line\([\"'])([a-z0-9, -]+)", path.read_text())
         for extra in names.split(",")
     }
     assert advised

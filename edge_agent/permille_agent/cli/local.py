@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from permille.errors import InputError
+from permille.extras import install_line
 from permille.plain_text import echo
 from permille_agent.cli.console import (
     COMPUTING,
@@ -450,7 +451,7 @@ def _needing(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as exc:
-        raise InputError(f"This format needs {exc.name}. Run `pip install 'permille[{extra}]'`.") from exc
+        raise InputError(f"This format needs {exc.name}. Run {install_line(extra)}.") from exc
 
 
 def _open_model(

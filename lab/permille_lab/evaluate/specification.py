@@ -33,6 +33,7 @@ from pydantic import (
 
 from permille.choices import EstimatorKind
 from permille.errors import InputError
+from permille.extras import install_line
 from permille_lab.evaluate.methods import Method, TrainedSet, method
 from permille_lab.evaluate.tuning import TUNING_SEED_OFFSET
 from permille_lab.tasks.examples import Task
@@ -148,7 +149,7 @@ class Sweep(BaseModel):
             (bool({Base.AUTO_ROUND_INT4} & set(self.bases)), "auto_round"),
         ):
             if needed and importlib.util.find_spec(library) is None:
-                yield f'expected {library}, which is not installed: pip install "permille[lab]"'
+                yield f"expected {library}, which is not installed: run {install_line('lab')}"
 
     def _problems_of(self, model: Path) -> Iterator[str]:
         """Yield the problems of a model. Losses beyond the positions of its training would be meaningless."""

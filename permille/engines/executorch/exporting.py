@@ -35,6 +35,7 @@ from permille.choices import ProgramWeights, choice_of
 from permille.engines.executorch.program import ProgramShape
 from permille.engines.export import checked_values, merged_tensors, new_folder
 from permille.errors import InputError
+from permille.extras import install_line
 from permille.files import write_atomic
 from permille.models.layerwise import transformers_config
 from permille.package.limits import Role
@@ -239,7 +240,7 @@ def _check_exporter() -> None:
         import executorch.exir  # noqa: F401
     except ModuleNotFoundError as exc:
         name = str(exc.name).partition(".")[0]
-        raise InputError(f"Exporting needs {name}. Run `pip install 'permille[executorch]'`.") from exc
+        raise InputError(f"Exporting needs {name}. Run {install_line('executorch')}.") from exc
 
 
 def _lower(exported: torch.export.ExportedProgram, constants: Mapping[str, Tensor]) -> Any:

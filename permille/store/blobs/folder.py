@@ -24,6 +24,7 @@ from typing import BinaryIO, Final
 
 from permille.digests import is_digest
 from permille.errors import OperatorError, PackageError
+from permille.extras import install_line
 from permille.package.blobs import BlobFolder, StoredBlob
 from permille.store.blobs.bucket import Bucket
 from permille.store.settings import BucketAddress, StoreSettings
@@ -54,7 +55,7 @@ def open_blobs(settings: StoreSettings, *, attempts: int = 5) -> BlobFolder:
     if settings.blob_bucket is None:
         return BlobFolder(settings.blob_root)
     if find_spec("botocore") is None:
-        raise OperatorError("A blob_bucket needs botocore: pip install 'permille[s3]'.")
+        raise OperatorError(f"A blob_bucket needs botocore. Run {install_line('s3')}.")
     bucket = Bucket(BucketAddress.parse(settings.blob_bucket), attempts=attempts)
     return BucketFolder(bucket, BlobCache(settings.blob_root, settings.blob_cache_bytes))
 

@@ -15,6 +15,7 @@ from rich.markup import escape
 from permille.command_names import ENTRY_POINTS, ProgramGroup
 from permille.errors import InputError
 from permille.exits import CommandError, Exit
+from permille.extras import install_line
 from permille.plain_text import echo, log_to_stderr
 from permille.version import __version__
 from permille_service.cli import fleet, inputs
@@ -54,7 +55,7 @@ def plugin(entry: EntryPoint) -> Callable[..., Any]:
             return run(*arguments, **options)
         except ModuleNotFoundError as exc:
             extra = entry.module.partition(".")[0].removeprefix("permille_")
-            missing = f"`permille {entry.name}` needs {exc.name}: pip install 'permille[{extra}]'"
+            missing = f"`permille {entry.name}` needs {exc.name}. Run {install_line(extra)}."
             raise CommandError(missing, Exit.USAGE) from exc
 
     return checked

@@ -35,7 +35,7 @@ def test_a_missing_extra_is_named(package: Package, monkeypatch: pytest.MonkeyPa
     for name in [name for name in sys.modules if name.startswith("permille.engines.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(InputError, match=rf'needs {missing}, .*pip install "permille\[torch\]"'):
+    with pytest.raises(InputError, match=rf"needs {missing}, .*pip install 'permille\[torch\]'"):
         open_engine(package, "torch")
 
 
@@ -78,7 +78,7 @@ def test_without_torch_an_unknown_model_is_refused_with_the_extra(
     monkeypatch.delitem(sys.modules, "permille.engines.torch_engine", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     package.config["hidden_act"] = "gelu_fast"
-    with pytest.raises(InputError, match=r'pip install "permille\[torch\]"'):
+    with pytest.raises(InputError, match=r"pip install 'permille\[torch\]'"):
         open_engine(package)
 
 

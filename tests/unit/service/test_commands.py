@@ -390,7 +390,7 @@ def test_a_command_from_outside_says_what_it_lacks(capsys: pytest.CaptureFixture
     app = typer.Typer()
     app.command()(main.plugin(entry))
     with pytest.raises(
-        CommandError, match=r"`permille lacking` needs nowhere: pip install 'permille\[tests\]'"
+        CommandError, match=r"`permille lacking` needs nowhere\. Run `pip install 'permille\[tests\]'`"
     ):
         app(["x"], standalone_mode=False)
 

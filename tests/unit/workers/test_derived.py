@@ -129,7 +129,7 @@ def test_an_export_makes_a_package_that_carries_a_program(
     monkeypatch.setitem(sys.modules, "executorch", None)
     failed = bench.finish(JobKind.EXPORT, request)
     assert failed.state == "failed"
-    assert "Exporting needs executorch. Run `pip install 'permille[executorch]'`." in str(failed.error)
+    assert "Exporting needs executorch. Run `pip install 'permille[executorch]'`" in str(failed.error)
     monkeypatch.setattr("permille.engines.executorch.exporting.export_program", exported)
     monkeypatch.setattr("permille_workers.tasks.export.versions", lambda *names: dict.fromkeys(names, "1"))
     failed = bench.finish(JobKind.EXPORT, {**request, "tokens": 4096})

@@ -256,5 +256,5 @@ def test_the_guides_lines_export_for_other_programs(
     monkeypatch.setitem(sys.modules, "executorch", None)  # simulates an installation without executorch
     refused = ["export", "four", "--format", "executorch"]
     assert cli.main(["--home", str(trained.root), *refused]) == 3
-    assert "Exporting needs executorch. Run `pip install 'permille[executorch]'`." in capsys.readouterr().err
+    assert "Exporting needs executorch. Run `pip install 'permille[executorch]'`" in capsys.readouterr().err
     assert not (tmp_path / "four").exists()
