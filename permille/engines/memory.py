@@ -29,6 +29,8 @@ Array = NDArray[np.float32]
 
 MAX_TOKENS = 8192
 """The largest number of positions of a memory."""
+MOST_BYTES = 256 << 20
+"""The largest memory that a run makes, in float32, as the engine keeps it. Its file has a quarter of this."""
 _MAGIC = b"PMLMEM1\n"
 _HEAD = struct.Struct("<8sI")
 _DIGEST_BYTES = 32
@@ -82,6 +84,12 @@ def decode_memory(package: Package, state: str | None, data: bytes) -> KeyValues
     if end - first != tokens * _token_bytes(package):
         raise PackageError("memory-content", f"The memory has {end - first} bytes for {tokens} tokens.")
     return _decoded(package, tokens, memoryview(data)[first:end])
+
+
+def most_positions(package: Package) -> int:
+    """Return how many positions a run gives a memory at most: those whose float32 take `MOST_BYTES`."""
+    layers, heads, head = _shape(package)
+    return min(MAX_TOKENS, MOST_BYTES // (2 * 4 * layers * heads * head))
 
 
 def largest_memory(package: Package) -> int:

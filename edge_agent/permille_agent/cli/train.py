@@ -141,8 +141,9 @@ def train(
         int | None,
         typer.Option(
             help="Largest number of tokens of your text that the model keeps in its memory, at least 16. "
-            "0 makes none. Default: 1024. Runs with --engine torch or executorch, and runs that share their "
-            "log or state, have none."
+            "0 makes none. Default: 1024. It has fewer if it would take more than half of the model's "
+            "positions, or 256 MiB. Runs with --engine torch or executorch, and runs that share their log or "
+            "state, have none."
         ),
     ] = None,
     share_log: Annotated[

@@ -162,7 +162,7 @@ class TrainOptions:
         """Return whether the run writes a log of seeds and scalars, as zeroth order does."""
         return self.method is Method.ZEROTH_ORDER
 
-    def within(self, positions: int, beside: int = 0) -> "TrainOptions":
+    def within(self, positions: int, beside: int = 0, memory: int = MAX_TOKENS) -> "TrainOptions":
         """Return these options with rows and a memory that fit into the model's `positions`.
 
         A memory takes at most half of the positions, because a conversation needs the others.
@@ -170,9 +170,10 @@ class TrainOptions:
         Args:
             positions: positions of the model.
             beside: positions of the active model's memory. The rows that judge a run follow it, too.
+            memory: largest memory of the model.
         """
         row_tokens = min(self.row_tokens, positions - beside)
-        memory = min(self.memory, positions // 2, positions - row_tokens)
+        memory = min(self.memory, memory, positions // 2, positions - row_tokens)
         return replace(self, row_tokens=row_tokens, memory=memory if memory >= LEAST_MEMORY else 0)
 
     def definition(self) -> JSON:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from permille.engines.interface import Engine, remembering
+from permille.engines.memory import most_positions
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.limits import Role
@@ -104,7 +105,7 @@ def run_training(
         package = Package.open(BlobFolder(home.blobs), release.manifest_digest)
         # Check all hashes now. Otherwise, a damaged tensor would be found only when the training reads it.
         package.check_blocks()
-    options = options.within(_positions(package), _remembered(home, package))
+    options = options.within(_positions(package), _remembered(home, package), most_positions(package))
     context.progress.phase("reading the text")
     documents, report = read_documents(data_paths)
     context.progress.phase(f"text: {report.summary()}")

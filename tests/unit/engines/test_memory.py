@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from permille.engines import memory
 from permille.engines.key_values import KeyValues
 from permille.engines.light.engine import LightEngine
-from permille.engines.memory import decode_memory, encode_memory
+from permille.engines.memory import decode_memory, encode_memory, most_positions
 from tests.unit.engines.tiny import CONFIGS, tiny_batch, tiny_package, variants
 
 TEXT = np.array([7, 1, 8, 2, 8, 1, 8, 2, 8])
@@ -32,3 +33,17 @@ def test_zeros_and_the_largest_number_of_a_head_are_exact(tmp_path: Path) -> Non
     np.testing.assert_array_equal(key[0, 0], 0)
     np.testing.assert_allclose(key[0, 1], [1.27, -1.27, 0.63, 0, 0.01, 0.01, 0, 0], rtol=1e-6)
     np.testing.assert_array_equal(value, -key)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_largest_memory_fits_into_its_bytes(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tiny_package(tmp_path, family).package
+    known = LightEngine(package).read(package.values(), TEXT)
+    monkeypatch.setattr(memory, "MOST_BYTES", known.nbytes)
+    assert most_positions(package) == len(TEXT)
+    monkeypatch.setattr(memory, "MOST_BYTES", known.nbytes - 1)
+    assert most_positions(package) == len(TEXT) - 1
+    monkeypatch.setattr(memory, "MOST_BYTES", known.nbytes * memory.MAX_TOKENS)
+    assert most_positions(package) == memory.MAX_TOKENS

@@ -308,6 +308,7 @@ def test_a_memory_may_be_all_of_a_model(device: Device, monkeypatch: pytest.Monk
 
 def test_sizes_of_memories_fit_the_model_and_the_engine() -> None:
     assert TrainOptions(steps=1).within(8192).memory == 1024
+    assert TrainOptions(steps=1).within(8192, memory=341).memory == 341
     assert TrainOptions(steps=1).within(512).memory == 256
     assert TrainOptions(steps=1).within(100).memory == 0
     assert TrainOptions(steps=1, row_tokens=60).within(100).memory == 40
@@ -323,6 +324,14 @@ def test_sizes_of_memories_fit_the_model_and_the_engine() -> None:
     assert chosen == {"auto": 1024, "torch": 0}
     with pytest.raises(InputError, match="executorch cannot compute a memory"):
         options_for(Training(), engine="executorch", share_log=False, memory=1)
+
+
+def test_a_memory_takes_no_more_than_its_bytes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("permille_agent.training.train.most_positions", lambda _: 40)
+    train(device)
+    memory = personal_memory(device.home, device.active(), device.package)
+    assert memory is not None
+    assert len(memory) == 40
 
 
 def test_a_memory_that_loses_an_answer_is_not_chosen(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
