@@ -43,7 +43,7 @@ def one_page(source: str | Path, folder: Path) -> tuple[str, str]:
     with gzip.open(EXAMPLES / "corpus.jsonl.gz", "rt", encoding="utf-8") as lines:
         public = [json.loads(line)["text"] for line in lines]
     # (8) F = mean of (grad log p)^2       (3) m = argmax |m * grad f|^2, one weight in a thousand
-    mask = permille.sensitivity_mask(model, public, density=0.001, sequences=8, tokens=128)
+    mask = permille.sensitivity_mask(model, public, density=0.001, sequences=8, length=128)
     # (11) w_sparse = w * m, w_dense = w * (1 - m)       (13) w_dense is rounded to 4 bits
     package = permille.build_package(model, mask, folder, scheme="nf4")
 

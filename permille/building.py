@@ -120,7 +120,7 @@ def sensitivity_mask(
     *,
     density: float = 0.001,
     sequences: int = 32,
-    tokens: int = 256,
+    length: int = 256,
     seed: int = 0,
 ) -> ChosenMask:
     """Choose the weights to train: those with the largest empirical Fisher scores on public text.
@@ -134,10 +134,10 @@ def sensitivity_mask(
 
     Args:
         model: a model from `load_model`.
-        texts: public text, not the user's, with at least `sequences * tokens` tokens.
+        texts: public text, not the user's, with at least `sequences * length` tokens.
         density: the share of weights to choose in each linear layer, above 0 and at most 1.
         sequences: the number of sequences to score.
-        tokens: the length of each sequence, but at most as many tokens as the model has positions.
+        length: the tokens of each sequence, but at most as many as the model has positions.
         seed: the seed of the choice of sequences.
 
     Raises:
@@ -151,7 +151,7 @@ def sensitivity_mask(
 
     count(density, 1)  # refuses a wrong density before scoring, which takes minutes
     checkpoint = Checkpoint(model.folder)
-    length = within_positions(checkpoint.config, tokens)
+    length = within_positions(checkpoint.config, length)
     sampling = Sampling(number=sequences, length=length, seed=seed)
     drawn = _corpus(texts).draw(FileTokenizer(model.folder), sampling)
     scoring = Scoring(checkpoint=checkpoint, drawn=drawn)

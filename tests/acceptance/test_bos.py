@@ -43,7 +43,7 @@ def package(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Package:
     model = permille.load_model(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no other beginning of the rows is better
-        mask = permille.sensitivity_mask(model, texts, density=0.01, sequences=8, tokens=48)
+        mask = permille.sensitivity_mask(model, texts, density=0.01, sequences=8, length=48)
     return permille.build_package(model, mask, tmp_path_factory.mktemp("packages"), texts=texts)
 
 

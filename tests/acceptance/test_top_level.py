@@ -33,7 +33,7 @@ def texts() -> list[str]:
 @pytest.fixture(scope="module")
 def package(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Package:
     model = permille.load_model(MODEL)
-    mask = permille.sensitivity_mask(model, texts, density=0.01, sequences=8, tokens=48)
+    mask = permille.sensitivity_mask(model, texts, density=0.01, sequences=8, length=48)
     return permille.build_package(model, mask, tmp_path_factory.mktemp("packages"), texts=texts)
 
 
@@ -88,7 +88,7 @@ def test_a_model_of_transformers_passes_in_and_out(tmp_path: Path, texts: list[s
     again = permille.load_model(model.to_transformers(), AutoTokenizer.from_pretrained(MODEL))
     both = [
         permille.build_package(
-            source, permille.sensitivity_mask(source, texts, sequences=2, tokens=16), tmp_path / str(number)
+            source, permille.sensitivity_mask(source, texts, sequences=2, length=16), tmp_path / str(number)
         )
         for number, source in enumerate((model, again))
     ]
@@ -102,7 +102,7 @@ def test_the_mask_of_a_sparse_model_leaves_its_zeros(tmp_path: Path, texts: list
     for name, _ in scoped_tensors(Checkpoint(sparse).config):
         tensors[name][:, ::2] = 0
     save_file(tensors, sparse / "model.safetensors", metadata={"format": "pt"})
-    mask = permille.sensitivity_mask(permille.load_model(sparse), texts, sequences=2, tokens=16, density=0.1)
+    mask = permille.sensitivity_mask(permille.load_model(sparse), texts, sequences=2, length=16, density=0.1)
     weights = Checkpoint(sparse).weights()
     assert all(weights[name].reshape(-1)[chosen].all() for name, chosen in mask.indices.items())
 

@@ -91,7 +91,7 @@ def test_a_notebook_makes_the_layers_of_a_build(bench: Bench, tmp_path: Path) ->
     row = made_by(bench, JobKind.BUILD, build_request(bench))
     texts = list(file_texts(bench.root / "corpora/rows.jsonl", ReadReport()))
     model = permille.load_model(bench.root / "models/tiny")
-    mask = permille.sensitivity_mask(model, texts, density=0.01, sequences=6, tokens=32, seed=5)
+    mask = permille.sensitivity_mask(model, texts, density=0.01, sequences=6, length=32, seed=5)
     package = permille.build_package(model, mask, tmp_path / "packages", texts=texts)
     assert package.manifest.layers == manifest_of(bench, row).layers
 
