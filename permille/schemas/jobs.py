@@ -33,8 +33,8 @@ class JobKind(StrEnum):
 class JobState(StrEnum):
     """State of a job.
 
-    A `failed` job has a wrong input or a failed part. A `dead` job used up its attempts. Failed,
-    dead and cancelled jobs may be retried. Only `succeeded` is final.
+    A `failed` job has a wrong input. A `dead` job used up its attempts. A job with parts ends like the
+    part that broke it. Failed, dead and cancelled jobs may be retried. Only `succeeded` is final.
     """
 
     QUEUED = "queued"

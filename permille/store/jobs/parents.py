@@ -144,7 +144,9 @@ def _move(session: Session, job: Job) -> None:
     if job.worker is not None:
         return
     parts = transitions.children(session, job.id)
-    broken = next((part for part in parts if transitions.has_failed(part)), None)
+    # A part that failed has stopped those that are cancelled, so it comes first.
+    ended = sorted(filter(transitions.has_failed, parts), key=lambda part: part.state == JobState.CANCELLED)
+    broken = next(iter(ended), None)
     if job.cancel_requested_at is not None or broken is not None:
         _stop(session, job, parts, broken)
     elif job.kind == JobKind.BUILD:
@@ -184,7 +186,7 @@ def _wait(session: Session, job: Job) -> None:
 
 
 def _stop(session: Session, job: Job, parts: Sequence[Job], broken: Job | None) -> None:
-    """Stop all parts. Once they have ended, end the job as cancelled or failed."""
+    """Stop all parts. Once they have ended, end the job like the broken part, or as cancelled."""
     at = now(session)
     # The parts come oldest first, which is the order of locks.
     for part in (transitions.lock_one(session, part.id) for part in parts):
@@ -203,9 +205,10 @@ def _stop(session: Session, job: Job, parts: Sequence[Job], broken: Job | None) 
         transitions.transition(session, job, JobState.CANCELLED)
         return
     cause = (broken.error or {}).get("message", f"it is {broken.state}")
-    _fail(session, job, f"{broken.kind} {broken.id}: {cause}")
+    _fail(session, job, f"{broken.kind} {broken.id}: {cause}", JobState(broken.state))
 
 
-def _fail(session: Session, job: Job, message: str) -> None:
-    job.error = {"type": "PartFailed", "message": message, "retryable": False}
-    transitions.transition(session, job, JobState.FAILED, error=job.error)
+def _fail(session: Session, job: Job, message: str, state: JobState = JobState.FAILED) -> None:
+    """End the job as `failed`, or as `dead` if a retry may succeed."""
+    job.error = {"type": "PartFailed", "message": message, "retryable": state is JobState.DEAD}
+    transitions.transition(session, job, state, error=job.error)

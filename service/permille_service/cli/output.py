@@ -102,6 +102,8 @@ def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:
     if job["state"] != "succeeded":
         error = job["error"] or {}
         message = f"job {job_id} {job['state']}: {error.get('message', 'no error')}"
+        if error.get("retryable"):
+            message += f" To try again, keeping what is done: `permille jobs retry {job_id}`."
         raise CommandError(message, Exit.FAILED, {"job": job})
     return job
 

@@ -367,6 +367,17 @@ def test_ctrl_c_ends_the_waiting_and_says_that_the_job_runs_on() -> None:
     assert ended.value.code == 130
 
 
+@pytest.mark.parametrize(("state", "retryable"), [("dead", True), ("failed", False)])
+def test_a_job_that_may_succeed_later_is_told_with_its_retry(state: str, retryable: bool) -> None:
+    error = {"message": "mask m: Cannot reach the hub.", "retryable": retryable}
+    client: Any = SimpleNamespace(
+        events=lambda _job_id: iter(()), get=lambda _path: {"state": state, "error": error}
+    )
+    with pytest.raises(CommandError, match=rf"^job j {state}: mask m: Cannot reach the hub\.") as ended:
+        watch(client, output(), "j")
+    assert ("`permille jobs retry j`" in str(ended.value)) == retryable
+
+
 def test_a_pipe_gets_a_line_of_progress_twice_a_minute() -> None:
     times = iter([0.0, 10.0, 40.0, 50.0])
     lines = io.StringIO()

@@ -193,9 +193,12 @@ def test_progress_of_the_parts_is_the_builds(db: Database, tenant_id: str) -> No
     assert row.message == "mask: fisher 1/2"
 
 
-def test_a_failed_part_fails_the_build_and_stops_its_siblings(db: Database, tenant_id: str) -> None:
+@pytest.mark.parametrize("order", [("mask", "quantization"), ("quantization", "mask")])
+def test_a_failed_part_fails_the_build_and_stops_its_siblings(
+    db: Database, tenant_id: str, order: tuple[str, str]
+) -> None:
     build = submit_build(db, tenant_id)
-    first, second = take(db), take(db)
+    first, second = (take(db, parts(db, build)[kind].id) for kind in order)
     assert first is not None
     assert second is not None
     with db.write() as session:
@@ -240,7 +243,9 @@ def test_retry_of_a_build_repeats_only_what_failed(db: Database, tenant_id: str)
     assert claim is not None
     with db.write() as session:
         claims.fail(session, claim, error={"type": "T", "message": "m"}, retryable=True)
-    assert read(db, build).state == "failed"
+    after = read(db, build)
+    assert after.state == "dead"
+    assert after.error is not None and after.error["retryable"]
     with pytest.raises(ConflictError, match="Retry that"), db.write() as session:
         queue.retry(session, tenant_id=tenant_id, job_id=claim.job_id)
     with db.write() as session:
@@ -378,9 +383,7 @@ def test_cancel_of_a_build_reaches_the_parts_of_its_parts(db: Database, tenant_i
     assert take(db) is None
 
 
-def test_a_failed_shard_fails_mask_and_build_and_a_retry_repeats_it_alone(
-    db: Database, tenant_id: str
-) -> None:
+def test_a_dead_shard_ends_mask_and_build_and_a_retry_repeats_it_alone(db: Database, tenant_id: str) -> None:
     build = submit_build(db, tenant_id)
     _, shards = split_mask(db, build)
     run(db, build, "quantization")
@@ -391,7 +394,7 @@ def test_a_failed_shard_fails_mask_and_build_and_a_retry_repeats_it_alone(
     with db.write() as session:
         claims.fail(session, broken, error={"type": "T", "message": "out of memory"}, retryable=True)
     mask = parts(db, build)["mask"]
-    assert [mask.state, read(db, build).state] == ["failed"] * 2
+    assert [mask.state, read(db, build).state] == ["dead"] * 2
     assert "out of memory" in str(read(db, build).error)
     with db.write() as session:
         queue.retry(session, tenant_id=tenant_id, job_id=build.id)
