@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from permille.errors import InputError
-from permille_lab.evaluate import training
+from permille.zo.estimators import Batch
+from permille_lab.evaluate import training, unfinished
 from permille_lab.evaluate.methods import Order, TrainedSet, method
 from permille_lab.evaluate.training import Recipe, Trained, train, train_safely
 from permille_lab.evaluate.tuning import (
@@ -42,6 +45,41 @@ def test_training_lowers_the_loss_and_keeps_the_best(order: Order, steps: int, f
     np.testing.assert_array_equal(again.values_K, trained.values_K)
 
 
+@pytest.mark.parametrize("order", Order)
+def test_a_killed_run_continues_with_its_last_kept_step(
+    order: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unfinished, "EVERY_S", 0.0)
+    trainable = trainables.lora(tiny_model("llama"), 4, frozen_a=False, seed=0)
+    recipe = Recipe(order=order, steps=6, step_factor=1.0, seed=0, evaluations=3)
+    taken: list[int] = []
+
+    def batches(step: int) -> Batch:
+        taken.append(step)
+        if taken.count(4) == 1 and step == 4:
+            raise KeyboardInterrupt
+        return tiny_batch()
+
+    def validate(values_K: NDArray[np.float32]) -> float:
+        return float(trainable.losses(values_K[None], tiny_batch())[0])
+
+    with pytest.raises(KeyboardInterrupt):
+        train(trainable, batches, validate, recipe, tmp_path)
+    taken.append(-1)
+    continued = train(trainable, batches, validate, recipe, tmp_path)
+    again = taken[taken.index(-1) + 1 :]
+    # Zeroth order first measures its natural step size again, on the batches 0 to 3.
+    assert again == ([0, 1, 2, 3, 4, 5] if order is Order.ZEROTH else [4, 5])
+    whole = train(trainable, lambda _: tiny_batch(), validate, recipe)
+    np.testing.assert_array_equal(continued.values_K, whole.values_K)
+    assert continued.curve == whole.curve
+    finished = train(trainable, lambda _: tiny_batch(), validate, recipe, tmp_path)
+    assert (finished.curve, finished.step) == (whole.curve, whole.step)
+    # Another recipe is another run.
+    other = train(trainable, lambda _: tiny_batch(), validate, replace(recipe, seed=1), tmp_path)
+    assert not np.array_equal(other.values_K, whole.values_K) or order is Order.FIRST
+
+
 def test_a_run_that_diverges_keeps_what_was_best() -> None:
     trainable = trainables.lora(tiny_model("llama"), 4, frozen_a=False, seed=0)
     recipe = Recipe(order=Order.FIRST, steps=6, step_factor=1e30, seed=0, evaluations=3)
@@ -62,7 +100,7 @@ def _attempts(
     tried: list[float] = []
 
     def curve_of(*given: Any) -> Trained:
-        factor = round(given[-1].step_factor, 6)
+        factor = round(given[3].step_factor, 6)
         tried.append(factor)
         curve = tuple(enumerate(losses[factor]))
         step, loss = min(curve, key=lambda point: point[1] if math.isfinite(point[1]) else math.inf)
@@ -110,6 +148,18 @@ def search(losses: Mapping[int, float | Trial], tried: list[int] | None = None) 
         return found if isinstance(found, Trial) else Trial(loss=found)
 
     return run
+
+
+def test_the_grid_can_be_of_given_factors() -> None:
+    tried: list[float] = []
+
+    def run(factor: float) -> Trial:
+        tried.append(factor)
+        return Trial(loss=abs(math.log10(factor) - 3))
+
+    tuned = tune(run, middle=10.0, factor=10.0)
+    assert tried == [1.0, 10.0, 100.0, 1000.0, 10_000.0]
+    assert (tuned.step_factor, tuned.on_edge) == (1000.0, False)
 
 
 def test_the_grid_grows_at_its_edge_until_the_best_is_inside() -> None:

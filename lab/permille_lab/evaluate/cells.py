@@ -44,13 +44,17 @@ _SEGMENT_SEEDS = 1_000_003
 
 
 class Bench:
-    """Inputs of a sweep's cells: example pools, corpus masks and calibrated weights. All are cached."""
+    """Inputs of a sweep's cells: example pools, corpus masks and calibrated weights. All are cached.
 
-    def __init__(self, sweep: Sweep) -> None:
+    Args:
+        unfinished: folder for the states of unfinished runs. They are left there when a cell is done.
+    """
+
+    def __init__(self, sweep: Sweep, unfinished: Path | None = None) -> None:
         self.sweep = sweep
+        self._unfinished = unfinished
         self._bad_rows: dict[str, None] = {}
         self.pool = lru_cache(maxsize=None)(self._pool)
-        self.mask_of_corpus = lru_cache(maxsize=4)(self._mask_of_corpus)
         self.decoded = lru_cache(maxsize=4)(self._decoded)
 
     def run(self, cell: Cell, seed: int, step_factor: float | None) -> Outcome:
@@ -146,11 +150,6 @@ class Bench:
                 f"{task.value}: {exc}, of {len(pool)} examples in {groups} groups in {files.train}"
             ) from exc
 
-    def _mask_of_corpus(self, model: Path) -> Mask:
-        return storage.corpus_mask(
-            storage.stored(model, Base.BF16), self.corpus_sequences(model), self.sweep.density
-        )
-
     def _decoded(self, model: Path, base: Base) -> storage.Decoded:
         return storage.calibrated(model, base, self.corpus_sequences(model))
 
@@ -161,8 +160,7 @@ class Bench:
     def corpus_sequences(self, model: Path) -> NDArray[np.int64]:
         """Return sequences of the corpus in the model's tokens, [sequences, tokens]."""
         sweep = self.sweep
-        texts = file_texts(sweep.corpus, ReadReport())
-        return token_sequences(FileTokenizer(model), texts, sweep.corpus_sequences, sweep.corpus_tokens, 0)
+        return _corpus_sequences(model, sweep.corpus, sweep.corpus_sequences, sweep.corpus_tokens)
 
     def _trained(
         self, cell: Cell, data: CellData, recipe: Recipe, training: Callable[..., Trained]
@@ -180,7 +178,9 @@ class Bench:
         trainable = (
             storage.adapted(model, cell.method, recipe.seed) if mask is None else masked_weights(model, mask)
         )
-        return trainable, training(trainable, data.batch, _validation(trainable, data.validation), recipe)
+        folder = self._unfinished and self._unfinished / cell.tuning_key.replace("/", "-")
+        validate = _validation(trainable, data.validation)
+        return trainable, training(trainable, data.batch, validate, recipe, folder)
 
     def _trained_in_segments(self, cell: Cell, data: CellData, recipe: Recipe) -> tuple[Trainable, Trained]:
         """Train in segments of `refresh_steps`. A dynamic mask is selected again for each segment.
@@ -221,7 +221,9 @@ class Bench:
         density = self.sweep.density
         match cell.method.trained:
             case TrainedSet.SENSITIVE_C4:
-                return self.mask_of_corpus(cell.model)
+                sweep = self.sweep
+                size = (sweep.corpus_sequences, sweep.corpus_tokens)
+                return _mask_of_corpus(cell.model, sweep.corpus, *size, density)
             case trained if trained in TASK_MASKS:
                 singles = [training_batch([item]) for item in data.train[:_MASK_EXAMPLES]]
                 return storage.task_mask(model(), singles, density)
@@ -232,6 +234,17 @@ class Bench:
                 return storage.weight_mask(model(), MaskMethod.MAGNITUDE, density, 0)
             case _:
                 return None
+
+
+def _corpus_sequences(model: Path, corpus: Path, sequences: int, tokens: int) -> NDArray[np.int64]:
+    return token_sequences(FileTokenizer(model), file_texts(corpus, ReadReport()), sequences, tokens, 0)
+
+
+@lru_cache(maxsize=4)
+def _mask_of_corpus(model: Path, corpus: Path, sequences: int, tokens: int, density: float) -> Mask:
+    """Return the mask of the corpus. Sweeps of one process that differ in their seeds share it."""
+    own = storage.stored(model, Base.BF16)
+    return storage.corpus_mask(own, _corpus_sequences(model, corpus, sequences, tokens), density)
 
 
 def _validation(trainable: Trainable, items: Sequence[Choices]) -> Callable[[NDArray[np.float32]], float]:

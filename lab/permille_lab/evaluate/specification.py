@@ -35,7 +35,7 @@ from permille.choices import EstimatorKind
 from permille.errors import InputError
 from permille.extras import install_line
 from permille_lab.evaluate.methods import Method, TrainedSet, method
-from permille_lab.evaluate.tuning import TUNING_SEED_OFFSET
+from permille_lab.evaluate.tuning import GRID_FACTOR, TUNING_SEED_OFFSET
 from permille_lab.tasks.examples import Task
 from permille_lab.tasks.splits import PAPER_SIZES
 
@@ -77,6 +77,7 @@ def _each_once(values: Any) -> Any:
 _Existing = Annotated[Path, BeforeValidator(_existing)]
 _Method = Annotated[Method, BeforeValidator(_method)]
 _Count = Annotated[int, Field(ge=1, strict=True)]
+_Positive = Annotated[float, Field(gt=0)]
 _Seed = Annotated[int, Field(ge=0, lt=TUNING_SEED_OFFSET, strict=True)]
 _Once = BeforeValidator(_each_once)
 
@@ -96,6 +97,8 @@ class Sweep(BaseModel):
     Attributes:
         trials: number of step factors that each trained method tries first (odd). If it is 1, nothing is
             searched and the factor is 1.
+        grid_middle: step factor in the middle of these.
+        grid_factor: ratio of two neighbours of the grid.
         tuning_seeds: number of seeds that compare the first seed's best step factor with its neighbours
             (odd). The search continues while a neighbour is better.
         sizes: numbers of examples of train, validation and test.
@@ -120,6 +123,8 @@ class Sweep(BaseModel):
     estimator: EstimatorKind = EstimatorKind.SPSA
     batch_size: _Count = 16
     trials: _Count = 3
+    grid_middle: _Positive = 1.0
+    grid_factor: Annotated[float, Field(gt=1)] = GRID_FACTOR
     tuning_seeds: _Count = 1
     evaluations: _Count = 10
     sizes: tuple[_Count, _Count, _Count] = PAPER_SIZES

@@ -1,10 +1,12 @@
 """Run a sweep cell by cell. Each trial and each result is durable before the next one begins.
 
-A killed sweep continues after the last complete line of its results file (`results.py`). If the input of a
-cell is wrong, such as a damaged model, the other cells still run. The error is reported at the end.
+A killed sweep continues after the last complete line of its results file (`results.py`). A folder beside that
+file holds the states of the runs of the unfinished cell (`unfinished.py`). If the input of a cell is wrong,
+such as a damaged model, the other cells still run. The error is reported at the end.
 """
 
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from permille.errors import InputError
 from permille_lab.evaluate.cells import Bench
 from permille_lab.evaluate.methods import Order
 from permille_lab.evaluate.outcomes import Cell, Json
-from permille_lab.evaluate.results import Results, alone, open_results
+from permille_lab.evaluate.results import Results, alone, digests, open_results
 from permille_lab.evaluate.specification import Sweep
 from permille_lab.evaluate.tuning import Trial, tune, tuning_seed
 
@@ -80,7 +82,8 @@ def run_sweep(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
 
 def _run_missing(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
     done = open_results(sweep, results)
-    bench = Bench(sweep)
+    unfinished = results.with_suffix(".unfinished")
+    bench = Bench(sweep, unfinished / digests(sweep)[0][-16:])
     with done.bad_rows_of(bench):
         bench.read()
     cells = cells_of(sweep)
@@ -95,6 +98,7 @@ def _run_missing(sweep: Sweep, results: Path, progress: Progress) -> list[Json]:
                 failed[cell.key] = exc
             else:
                 done.append({"kind": "cell", "key": cell.key, **record})
+                shutil.rmtree(unfinished, ignore_errors=True)
     progress(len(cells), len(cells), "")
     records = [done.cells[cell.key] for cell in cells if cell.key not in failed]
     if failed:
@@ -134,6 +138,8 @@ def _tune(bench: Bench, cell: Cell, order: Order, done: Results, tell: Callable[
     tuned = tune(
         *(partial(trial, seed + number) for number in range(bench.sweep.tuning_seeds)),
         trials=bench.sweep.trials,
+        middle=bench.sweep.grid_middle,
+        factor=bench.sweep.grid_factor,
     )
     done.append(
         {

@@ -9,6 +9,8 @@ loss").
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from permille.zo.lattice import step_unit_exponent_for, values
 from permille.zo.steps import apply_record, take_step
 from permille_lab.evaluate.methods import Order
 from permille_lab.evaluate.tuning import GRID_FACTOR, MAX_ATTEMPTS
+from permille_lab.evaluate.unfinished import Unfinished
 from permille_lab.models.trainables import Trainable
 
 Batches = Callable[[int], Batch]
@@ -106,53 +109,85 @@ class Trained:
         return any(not loss <= base for _, loss in self.curve[1:])
 
 
-def train(trainable: Trainable, batches: Batches, validate: Validate, recipe: Recipe) -> Trained:
+def train(
+    trainable: Trainable,
+    batches: Batches,
+    validate: Validate,
+    recipe: Recipe,
+    unfinished: Path | None = None,
+) -> Trained:
     """Train from the base.
 
     Training stops if the loss is not finite. The best values before that count.
+
+    Args:
+        unfinished: folder for the state of the run, so that a killed run continues. None keeps no state.
     """
     move = _zeroth_order if recipe.order is Order.ZEROTH else _first_order
-    values_K = trainable.base_K
-    best_K, best_step, best_loss = values_K.copy(), 0, validate(values_K)
-    curve = [(0, best_loss)]
+    kept = Unfinished(unfinished, repr(recipe))
+    state = kept.state
+    if not state:
+        best = torch.from_numpy(trainable.base_K.copy())
+        state |= {"step": 0, "best": best, "curve": [(0, validate(trainable.base_K))]}
+    curve: list[tuple[int, float]] = state["curve"]
     due = {math.ceil(recipe.steps * (n + 1) / recipe.evaluations) for n in range(recipe.evaluations)}
-    for step, values_K in enumerate(move(trainable, batches, recipe), start=1):
-        if step not in due:
-            continue
-        loss = validate(values_K) if np.isfinite(values_K).all() else math.nan
-        curve.append((step, loss))
-        if not math.isfinite(loss):
+    for step, values_K in enumerate(move(trainable, batches, recipe, state), start=state["step"] + 1):
+        if step in due:
+            loss = validate(values_K) if np.isfinite(values_K).all() else math.nan
+            if loss < _best(curve)[1]:
+                state["best"] = torch.from_numpy(values_K.copy())
+            curve.append((step, loss))
+        over = step == recipe.steps or not math.isfinite(curve[-1][1])
+        state["step"] = recipe.steps if over else step
+        kept.keep(now=over)
+        if over:
             break
-        if loss < best_loss:
-            best_K, best_step, best_loss = values_K.copy(), step, loss
+    step, loss = _best(curve)
     return Trained(
-        values_K=best_K, step=best_step, loss=best_loss, curve=tuple(curve), step_factor=recipe.step_factor
+        values_K=state["best"].numpy(),
+        step=step,
+        loss=loss,
+        curve=tuple(curve),
+        step_factor=recipe.step_factor,
     )
 
 
-def train_safely(trainable: Trainable, batches: Batches, validate: Validate, recipe: Recipe) -> Trained:
+def _best(curve: list[tuple[int, float]]) -> tuple[int, float]:
+    """Return the first pair with the lowest loss, or the base if no loss is finite."""
+    return min(curve, key=lambda at: at[1] if math.isfinite(at[1]) else math.inf)
+
+
+def train_safely(
+    trainable: Trainable,
+    batches: Batches,
+    validate: Validate,
+    recipe: Recipe,
+    unfinished: Path | None = None,
+) -> Trained:
     """Train. If the loss rose above that of the base, train again from the base with a smaller step size.
 
     The attempt with the lowest validation loss counts. The agent does the same with half the step size
     (docs/adr/0030). A step size that suits the tuning seed is sometimes too large for another seed. Without
     new attempts, one diverged seed would decide a comparison.
     """
-    best = train(trainable, batches, validate, recipe)
+    best = train(trainable, batches, validate, recipe, unfinished)
     attempts, rose = 1, best.rose
     while rose and attempts < MAX_ATTEMPTS:
         recipe = replace(recipe, step_factor=recipe.step_factor / GRID_FACTOR)
-        trained = train(trainable, batches, validate, recipe)
+        trained = train(trainable, batches, validate, recipe, unfinished)
         attempts, rose = attempts + 1, trained.rose
         best = min(best, trained, key=lambda one: one.loss)
         del trained  # with `full`, its values take as much memory as the model
     return replace(best, attempts=attempts)
 
 
-def _zeroth_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Iterator[NDArray[np.float32]]:
-    """Yield the values after each step."""
+def _zeroth_order(
+    trainable: Trainable, batches: Batches, recipe: Recipe, state: dict[str, Any]
+) -> Iterator[NDArray[np.float32]]:
+    """Yield the values after each step that follows `state["step"]`. The state on the lattice is `s`."""
     header = _header(trainable, batches, recipe)
-    s_K = np.zeros(trainable.k, dtype=np.int64)
-    for step in range(recipe.steps):
+    s_K = state.setdefault("s", torch.zeros(trainable.k, dtype=torch.int64)).numpy()
+    for step in range(state["step"], recipe.steps):
         number = recipe.first_step + step
         record = take_step(
             trainable,
@@ -211,16 +246,22 @@ def _plain_header(
     )
 
 
-def _first_order(trainable: Trainable, batches: Batches, recipe: Recipe) -> Iterator[NDArray[np.float32]]:
-    """Run AdamW on the flat vector, without weight decay as in the papers. Yield each step's values."""
-    values_K = torch.from_numpy(trainable.base_K.copy()).requires_grad_(True)
-    optimizer = torch.optim.AdamW([values_K], lr=recipe.step_factor * 1e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 1 - (recipe.first_step + step) / recipe.schedule_steps
-    )
-    for step in range(recipe.steps):
+def _first_order(
+    trainable: Trainable, batches: Batches, recipe: Recipe, state: dict[str, Any]
+) -> Iterator[NDArray[np.float32]]:
+    """Run AdamW on the flat vector, without weight decay as in the papers. Yield each step's values.
+
+    `state` gets `values` and `optimizer`.
+    """
+    values_K = state.setdefault("values", torch.from_numpy(trainable.base_K.copy())).requires_grad_(True)
+    rate = recipe.step_factor * 1e-3
+    optimizer = torch.optim.AdamW([values_K], lr=rate, weight_decay=0.0)
+    if "optimizer" in state:
+        optimizer.load_state_dict(state["optimizer"])
+    for step in range(state["step"], recipe.steps):
         _, gradient_K = trainable.gradient(values_K.detach().numpy(), batches(step))
         values_K.grad = torch.from_numpy(gradient_K)
+        optimizer.param_groups[0]["lr"] = rate * (1 - (recipe.first_step + step) / recipe.schedule_steps)
         optimizer.step()
-        schedule.step()
+        state["optimizer"] = optimizer.state_dict()
         yield values_K.detach().numpy()

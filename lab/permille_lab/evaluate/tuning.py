@@ -53,7 +53,7 @@ Run = Callable[[float], Trial]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """The chosen step factor, and the trials' validation losses by power of `GRID_FACTOR`.
+    """The chosen step factor, and the trials' validation losses by power of the grid's factor.
 
     Attributes:
         losses: losses of single runs with the first tuning seed.
@@ -70,7 +70,14 @@ class Tuned:
     on_edge: bool
 
 
-def tune(run: Run, *others: Run, trials: int = 3, extensions: int = 4) -> Tuned:
+def tune(
+    run: Run,
+    *others: Run,
+    trials: int = 3,
+    extensions: int = 4,
+    middle: float = 1.0,
+    factor: float = GRID_FACTOR,
+) -> Tuned:
     """Find the step factor with the lowest validation loss.
 
     Args:
@@ -79,13 +86,15 @@ def tune(run: Run, *others: Run, trials: int = 3, extensions: int = 4) -> Tuned:
             continue while a neighbour is better.
         trials: number of first powers, odd and at least 3: from `-(trials // 2)` to `trials // 2`.
         extensions: largest number of powers that may be added.
+        middle: step factor of power 0.
+        factor: ratio of two neighbours of the grid.
 
     Raises:
         InputError: `trials` is even or below 3, or no trial had a finite loss.
     """
     if trials < 3 or trials % 2 == 0:
         raise InputError(f"expected an odd number of trials, got {trials}")
-    seeds = [_Seed(one) for one in (run, *others)]
+    seeds = [_Seed(one, lambda power: middle * factor**power) for one in (run, *others)]
     first = seeds[0]
     losses: dict[int, float] = {}
     wanted = list(range(-(trials // 2), trials // 2 + 1))
@@ -105,7 +114,7 @@ def tune(run: Run, *others: Run, trials: int = 3, extensions: int = 4) -> Tuned:
         chosen = _by_median(seeds, chosen, losses, medians, trials + extensions)
         on_edge = not {chosen - 1, chosen + 1} <= medians.keys()
     return Tuned(
-        step_factor=GRID_FACTOR**chosen,
+        step_factor=middle * factor**chosen,
         losses=losses,
         medians=medians,
         runs=[seed.known for seed in seeds],
@@ -116,8 +125,9 @@ def tune(run: Run, *others: Run, trials: int = 3, extensions: int = 4) -> Tuned:
 class _Seed:
     """The runs of one tuning seed. Each power runs once."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, step_factor: Callable[[int], float]) -> None:
         self._run = run
+        self._step_factor = step_factor
         self.known: dict[int, Trial] = {}
 
     def loss(self, power: int) -> float:
@@ -136,7 +146,7 @@ class _Seed:
 
     def _at(self, power: int) -> Trial:
         if power not in self.known:
-            self.known[power] = self._run(GRID_FACTOR**power)
+            self.known[power] = self._run(self._step_factor(power))
         return self.known[power]
 
 
