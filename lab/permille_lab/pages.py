@@ -15,7 +15,7 @@ from permille.files import write_atomic
 from permille_lab.decision import page as decision
 from permille_lab.engine import page as engine
 from permille_lab.evidence import page as evidence
-from permille_lab.evidence import paper
+from permille_lab.evidence import paper_page
 from permille_lab.exports import page as exports
 from permille_lab.federation import page as federation
 from permille_lab.learning import page as learning
@@ -39,7 +39,7 @@ _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
     "federation": federation.tables,
     "device": engine.device_tables,
     "inference": engine.inference_tables,
-    "paper": paper.tables,
+    "paper": paper_page.tables,
     "people": people.tables,
     "privacy": privacy.tables,
     "prompt-or-training": curve_page.tables,

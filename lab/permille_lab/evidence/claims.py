@@ -109,6 +109,7 @@ def verdicts(
     *,
     stages: Collection[str] = DECIDING,
     looks: Mapping[str, int] = MappingProxyType({}),
+    losses: bool = False,
 ) -> list[Row]:
     """Return a row for each claim, model, density and kind of outcome. Each claim has at least one row.
 
@@ -118,9 +119,10 @@ def verdicts(
             come from all stages.
         looks: number of looks at the outcome of a claim, the last one included, by the claim's key. The
             default is 1.
+        losses: if True, compare the losses of every task, also where accuracies count.
     """
     known = list(records)
-    return [row for claim in claims for row in _rows(claim, known, stages, looks.get(claim.key, 1))]
+    return [row for claim in claims for row in _rows(claim, known, stages, looks.get(claim.key, 1), losses)]
 
 
 def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
@@ -151,13 +153,15 @@ def counted_tasks(records: Sequence[Record], model: str) -> dict[str, bool]:
     return found
 
 
-def _rows(claim: Claim, records: Sequence[Record], stages: Collection[str], looks: int) -> list[Row]:
+def _rows(
+    claim: Claim, records: Sequence[Record], stages: Collection[str], looks: int, losses: bool
+) -> list[Row]:
     pairs = []
     for model in dict.fromkeys(record["model"] for record in records):
         counted = counted_tasks(records, model)
         own = [record for record in records if record["model"] == model]
         for by_loss, text in ((False, False), (True, False), (True, True)):
-            tasks = {task for task, counts in counted.items() if counts is not by_loss}
+            tasks = {task for task, counts in counted.items() if (counts and not losses) is not by_loss}
             of_kind = [r for r in own if r["task"] in tasks and (r["task"] == Task.TEXT) is text]
             pairs += [
                 (model, density, by_loss, first, second, of_kind)

@@ -151,6 +151,11 @@ def task_mask(model: "PreTrainedModel", batches: Sequence[Batch], density: float
     Args:
         batches: batches of one example each.
     """
+    return select_mask(task_scores(model, batches), MaskMethod.FISHER, density)
+
+
+def task_scores(model: "PreTrainedModel", batches: Sequence[Batch]) -> dict[str, NDArray[np.float32]]:
+    """Return the squared gradients of the task's loss, summed over examples, for `task_mask`."""
     shapes = linear_shapes(model)
     whole = {name: np.arange(prod(shape), dtype=np.uint32) for name, shape in shapes.items()}
     trainable = trainables.masked_weights(model, whole)
@@ -158,11 +163,10 @@ def task_mask(model: "PreTrainedModel", batches: Sequence[Batch], density: float
     for batch in batches:
         sum_K += np.square(trainable.gradient(trainable.base_K, batch)[1])
     ends = np.cumsum([prod(shape) for shape in shapes.values()])
-    scores = {
+    return {
         name: scores_K.reshape(shape)
         for (name, shape), scores_K in zip(shapes.items(), np.split(sum_K, ends[:-1]), strict=True)
     }
-    return select_mask(scores, MaskMethod.FISHER, density)
 
 
 def weight_mask(model: "PreTrainedModel", kind: MaskMethod, density: float, seed: int) -> Mask:
