@@ -8,7 +8,9 @@ import pytest
 
 from permille.zo.lattice import values
 from permille_agent.embed import document_rows, package_tokenizer, packed_rows, read_documents
+from permille_lab.federation import computation
 from permille_lab.federation.clients import Client
+from permille_lab.federation.computation import CONTENDERS, curve, passes_to, tuned_rate
 from permille_lab.federation.methods import METHODS, definition_of
 from permille_lab.federation.page import tables
 from permille_lab.federation.references import VALUES, averaged
@@ -71,6 +73,48 @@ def test_averaged_values_gain_on_a_text_that_learns(world: World, clients: list[
     found = averaged(world, VALUES, clients, Plan(cohort=3, rounds=2), 0.3)
     assert len(found.gains) == 3 and np.mean(found.gains) > 0
     assert found.traffic.up > 0 and found.traffic.down > 0
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_a_curve_has_the_passes_and_the_gain_of_each_round(
+    name: str, world: World, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(computation, "ROUNDS", 2)
+    monkeypatch.setattr(computation, "COHORT", 2)
+    method = CONTENDERS[name]
+    tuned = tuned_rate(world, method, clients)
+    assert tuned["rate"] > 0 and len(tuned["gains"]) >= 3
+    found = curve(world, method, clients, tuned["rate"], 0)
+    (first, _), (second, gain) = found["points"]
+    layers = world.package.config["num_hidden_layers"]
+    # The engine of this test counts one layer, and shares nothing.
+    variants = 2 * 8 if method.estimator == "split" else method.queries
+    passes = method.batch_rows * method.steps * variants
+    assert (first, second) == pytest.approx((passes / layers, 2 * passes / layers))
+    plan = Plan(cohort=2, rounds=2, own=method.own)
+    rules = definition_of(world, method, rounds=2, rate=tuned["rate"])
+    assert gain == np.mean(world.gains(federate(world, rules, clients, plan).values_W, clients))
+
+
+def test_the_upper_block_can_begin_at_a_chosen_layer(world: World) -> None:
+    method = replace(METHODS["FedSPZO"], upper_layer=-1)
+    split = definition_of(world, method, rounds=1, rate=0.01).log.split
+    layers, tensors = world.package.config["num_hidden_layers"], len(world.package.counts)
+    assert split is not None and split.first_upper_tensor == (layers - 1) * tensors // layers
+
+
+def test_computation_to_a_gain_is_that_of_the_first_point_that_has_it(tmp_path: Path) -> None:
+    points = [(10.0, 0.1), (20.0, 0.5), (30.0, 0.4)]
+    assert passes_to(points, 0.4) == 20.0
+    assert passes_to(points, 0.6) is None
+    cells = Cells(tmp_path / "federation.jsonl")
+    for name, scale, on_edge in (("FedSPZO", 1.0, False), ("DeComFL", 3.0, True)):
+        cells.keep("computation rate", {"method": name, "split": "a"}, {"on_edge": on_edge})
+        found = {"rate": 0.01, "points": [(scale * passes, gain) for passes, gain in points]}
+        cells.keep("computation", {"method": name, "split": "a", "seed": 0}, found)
+    table = tables(tmp_path)["computation"]
+    # FedSPZO reaches DeComFL's best gain, 0.5, after 20 row passes, and DeComFL after 60.
+    assert "| 3.0 " in table and "0.01, on the edge" in table
 
 
 def test_tables_hold_intervals_over_devices_and_every_figure(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ The figures are:
     people       own, pooled, and pooled then own states, and the same with pooling by first order
     attackers    a fifth of the devices sends flipped or scaled integers, under each rule
     privacy      noise in the integers, for several sizes of a cohort
+    computation  row passes to a loss, of FedSPZO with its split at two places, DeComFL and FedZO
 
 Learning rates are chosen in a few rounds on text of other people, or on other sentences. All messages are
 encoded, and their bytes are counted. `make federation` runs real processes with sockets.
@@ -26,6 +27,7 @@ from permille.engines.factory import open_engine
 from permille.training.adam import RATE, Moments, adam_step, learning_rate, unit_exponent
 from permille.zo.lattice import values
 from permille_agent.embed import TrainingBatches
+from permille_lab.federation import computation as computing
 from permille_lab.federation import references
 from permille_lab.federation.clients import Client, Division, clients_of, small_clients
 from permille_lab.federation.methods import METHODS, OURS, Method, definition_of
@@ -301,12 +303,34 @@ def privacy(bench: Bench) -> None:
             bench.cells.once("privacy", settings, partial(private, bench, cohort, hundredths, 5))
 
 
+def computation(bench: Bench) -> None:
+    """Measure curves of gain over row passes, with the rate of each method tuned."""
+    for seed in range(3):
+        for split in (Division.SST2_DIRICHLET, Division.TWEETS_PERSON):
+            for name, method in computing.CONTENDERS.items():
+                kind = _KIND[split]
+                settings: Settings = {"method": name, "rounds": computing.ROUNDS}
+                other = bench.clients(kind, _TUNING_DEVICES, turn=1)
+                rate = bench.cells.once(
+                    "computation rate",
+                    {**settings, "split": kind.value},
+                    partial(computing.tuned_rate, bench.world, method, other),
+                )["rate"]
+                clients = bench.clients(split, DEVICES)
+                bench.cells.once(
+                    "computation",
+                    {**settings, "split": split.value, "seed": seed},
+                    partial(computing.curve, bench.world, method, clients, rate, seed),
+                )
+
+
 FIGURES: Mapping[str, Callable[[Bench], None]] = {
     "methods": methods,
     "directions": directions,
     "people": people,
     "attackers": attackers,
     "privacy": privacy,
+    "computation": computation,
 }
 
 

@@ -10,12 +10,12 @@
 P is the number of directions of a step, and K the number of steps. We deviate from the papers in two points.
 A one-sided difference is to the mean of the other losses, and not to the loss at the state. For all methods,
 projected gradients are normalised, so that only the learning rate decides the length of a step. The learning
-rate falls linearly.
+rate falls linearly, except in the figure `computation`.
 """
 
 import base64
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from permille.choices import EstimatorKind
 from permille.training.adam import RATE, learning_rate, unit_exponent
@@ -37,6 +37,9 @@ class Method:
         queries: number of directions of a device's step. For `SPLIT`, of both blocks together.
         own: True if each device of a cohort has separate directions.
         values: True if the traffic is a packed state each way, instead of integers.
+        upper_layer: first layer of the upper block of `SPLIT`, -1 for the last one. None is the middle of the
+            masked layers.
+        schedule: of the learning rate.
         rates: learning rates to choose from. With the gradient, relative to the weights' root mean square.
     """
 
@@ -49,6 +52,8 @@ class Method:
     groups: bool = False
     values: bool = False
     epsilon: float = 1e-3
+    upper_layer: int | None = None
+    schedule: Schedule = Schedule.LINEAR
     rates: tuple[float, ...] = _FORWARD_RATES
 
 
@@ -81,9 +86,12 @@ def definition_of(world: World, method: Method, *, rounds: int, rate: float) -> 
         rate: learning rate of the first step. With the gradient, relative to the weights' root mean square.
     """
     package = world.package
-    split = None
+    split, layers = None, int(package.config["num_hidden_layers"])
     if method.estimator is EstimatorKind.SPLIT:  # P_1 = 2 directions of the lower block
-        split = BlockSplit.halving(package.counts, int(package.config["num_hidden_layers"]), 2)
+        split = BlockSplit.halving(package.counts, layers, 2)
+        if method.upper_layer is not None:
+            first = method.upper_layer % layers * len(package.counts) // layers
+            split = replace(split, first_upper_tensor=first)
     guard_bits = 2
     if method.estimator is EstimatorKind.GRADIENT:
         rate *= learning_rate(package) / RATE
@@ -100,7 +108,7 @@ def definition_of(world: World, method: Method, *, rounds: int, rate: float) -> 
         queries=method.queries,
         epsilon=method.epsilon,
         learning_rate=rate,
-        schedule=Schedule.LINEAR,
+        schedule=method.schedule,
         total_steps=rounds * method.steps,
         step_unit_exponent=exponent,
         counts=package.counts,

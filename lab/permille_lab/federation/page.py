@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
+from permille_lab.federation.computation import CONTENDERS, passes_to
 from permille_lab.measuring.cells import Cells, Result, Settings
 from permille_lab.measuring.tables import markdown
 
@@ -30,6 +31,7 @@ def tables(results: Path) -> dict[str, str]:
         "people": markdown(_people(cells.of("people"))),
         "attackers": markdown(_attackers(cells.of("attackers"))),
         "privacy": markdown(_privacy(cells.of("privacy"))),
+        "computation": markdown(_computation(cells)),
     }
 
 
@@ -110,3 +112,46 @@ def _privacy(cells: list[tuple[Settings, Result]]) -> list[dict[str, str]]:
         row = rows.setdefault(settings["cohort"], {"devices": str(settings["cohort"])})
         row[spent] = interval(result["gains"])
     return list(rows.values())
+
+
+def _computation(cells: Cells) -> list[dict[str, str]]:
+    """Return a row for each method and division, with the computation to the best gain of each rival."""
+    rates = cells.of("computation rate")
+    edges = {(settings["method"], settings["split"]): found["on_edge"] for settings, found in rates}
+    curves: dict[tuple[str, str], dict[int, Result]] = {}
+    for settings, result in cells.of("computation"):
+        curves.setdefault((settings["method"], settings["split"]), {})[settings["seed"]] = result
+    return [
+        {
+            "method": method,
+            "text": split,
+            "rate": f"{own[min(own)]['rate']:.3g}{', on the edge' if edges.get((method, split)) else ''}",
+            "row passes": f"{np.mean([found['points'][-1][0] for found in own.values()]):,.0f}",
+            "best gain": f"{np.mean([_best(found) for found in own.values()]):+.2f}",
+            **{
+                f"{rival}'s passes over its own, to {rival}'s best gain": _saving(
+                    own, curves.get((rival, split), {})
+                )
+                for rival in CONTENDERS
+                if not rival.startswith("FedSPZO") and method.startswith("FedSPZO")
+            },
+            "seeds": str(len(own)),
+        }
+        for (method, split), own in curves.items()
+    ]
+
+
+def _best(found: Result) -> float:
+    return float(max(gain for _, gain in found["points"]))
+
+
+def _saving(own: dict[int, Result], rivals: dict[int, Result]) -> str:
+    """Return the rival's passes to its best gain, over those that the method needs for this gain."""
+    told = []
+    for seed in own.keys() & rivals.keys():
+        wanted, points = _best(rivals[seed]), own[seed]["points"]
+        theirs = passes_to(rivals[seed]["points"], wanted)
+        mine = passes_to(points, wanted)
+        assert theirs is not None  # the rival has its own best gain
+        told.append("not reached" if mine is None else f"{theirs / mine:.1f}")
+    return ", ".join(told)

@@ -83,6 +83,7 @@ class Plan:
         seed: seed of the draw and of the batches.
         attack: changes the integers that devices send.
         own: True if each device of a cohort has separate directions.
+        after_round: called with the values after each round.
     """
 
     cohort: int
@@ -90,11 +91,13 @@ class Plan:
     seed: int = 0
     attack: Attack | None = None
     own: bool = False
+    after_round: Callable[[NDArray[np.float32]], object] | None = None
 
 
 def federate(world: World, definition: Definition, clients: Sequence[Client], plan: Plan) -> Outcome:
     """Run a federation from the package's values."""
     history, traffic = History.begin(definition), Traffic()
+    base_W, unit = world.package.values(), definition.log.step_unit_exponent
     rng = np.random.default_rng([plan.seed, 1])
     begun = time.process_time()
     with tempfile.TemporaryDirectory(dir=_memory()) as name:
@@ -106,7 +109,7 @@ def federate(world: World, definition: Definition, clients: Sequence[Client], pl
                     definition=_own(definition, place) if plan.own else definition,
                     number=number,
                     start_W=history.s_W,
-                    w_base_W=world.package.values(),
+                    w_base_W=base_W,
                 )
                 c_TQ = _steps(world, part, clients[index], Path(name) / str(index), plan)
                 if plan.attack is not None:
@@ -122,13 +125,15 @@ def federate(world: World, definition: Definition, clients: Sequence[Client], pl
             traffic.up += sum(map(len, data)) / len(data)
             if plan.own:
                 traffic.down += _add_own(history, parts, received, data)
-                continue
-            published = closed(definition, number, received)
-            history.apply([published])
-            head = history.head.signed(world.key)
-            traffic.down += len(encode_catch_up(None, [published.to_bytes()], head))
+            else:
+                published = closed(definition, number, received)
+                history.apply([published])
+                head = history.head.signed(world.key)
+                traffic.down += len(encode_catch_up(None, [published.to_bytes()], head))
+            if plan.after_round is not None:
+                plan.after_round(values(base_W, history.s_W, unit))
     seconds = time.process_time() - begun
-    values_W = values(world.package.values(), history.s_W, definition.log.step_unit_exponent)
+    values_W = values(base_W, history.s_W, unit)
     return Outcome(history=history, values_W=values_W, traffic=traffic, seconds=seconds)
 
 
