@@ -444,6 +444,8 @@ def _after_lost_attempt(
     job.available_at = at + timedelta(seconds=pause_s)
     job.dispatched_at = None
     transitions.transition(session, job, JobState.QUEUED, error=job.error, attempt=job.attempt)
+    if wait_s is None:
+        parents.hold_siblings(session, job)
     parents.show_parent(session, job)
     return JobState.QUEUED
 

@@ -101,6 +101,17 @@ def advance_parent(session: Session, job: Job) -> None:
             advance(session, parent)
 
 
+def hold_siblings(session: Session, part: Job) -> None:
+    """Let the queued parts of the same job wait until this part is tried again, so that a hub that cannot be
+    reached ends a build before its long work. `transitions.lock` must have locked the parent.
+    """
+    if part.parent_id is None:
+        return
+    for sibling in transitions.children(session, part.parent_id):
+        if sibling.state == JobState.QUEUED and sibling.available_at < part.available_at:
+            sibling.available_at, sibling.dispatched_at = part.available_at, None
+
+
 def show_progress(session: Session, job: Job) -> None:
     """Compute the progress of a locked job from its parts. Then do the same for its own parent.
 

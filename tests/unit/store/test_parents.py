@@ -42,11 +42,11 @@ IDS = {
 SHARD = {"model_id": MODEL, "scope": "all", "plan": IDS["shard"], "dtype": "float32"}
 
 
-def submit_build(db: Database, tenant_id: str, **changes: object) -> Job:
+def submit_build(db: Database, tenant_id: str, *, attempts: int = 1, **changes: object) -> Job:
     with db.write() as session:
         payload = {**PAYLOAD, **changes}
         return queue.submit(
-            session, NewJob(tenant_id=tenant_id, kind="build", payload=payload, max_attempts=1)
+            session, NewJob(tenant_id=tenant_id, kind="build", payload=payload, max_attempts=attempts)
         )
 
 
@@ -212,6 +212,32 @@ def test_a_failed_part_fails_the_build_and_stops_its_siblings(
     assert after.state == "failed"
     assert after.error is not None
     assert "bad text" in str(after.error["message"])
+
+
+def test_a_part_whose_hub_is_unreachable_ends_the_build_before_other_parts_begin(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    build = submit_build(db, tenant_id, attempts=2)
+    mask = parts(db, build)["mask"].id
+    for state in ("running", "dead"):
+        claim = take(db)
+        assert claim is not None and claim.job_id == mask
+        with db.write() as session:
+            claims.fail(session, claim, error={"type": "T", "message": "no hub"}, retryable=True)
+        assert take(db) is None
+        assert read(db, build).state == state
+        clock.forward(10)
+    assert parts(db, build)["quantization"].state == "cancelled"
+
+
+def test_a_part_that_a_server_asks_to_wait_holds_no_other(db: Database, tenant_id: str) -> None:
+    submit_build(db, tenant_id)
+    claim = take(db)
+    assert claim is not None
+    with db.write() as session:
+        claims.fail(session, claim, error={"type": "T", "message": "slowly"}, retryable=True, wait_s=60)
+    other = take(db)
+    assert other is not None and other.kind == "quantization"
 
 
 def test_cancel_of_a_build_cancels_its_parts(db: Database, tenant_id: str) -> None:
