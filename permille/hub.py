@@ -20,8 +20,9 @@ def hub_failure(exc: BaseException | None, what: str) -> RetryableError:
         found = found.__cause__ or found.__context__
     response = getattr(found, "response", None)
     if response is None:
+        reason = str(exc).rstrip(".")
         return RetryableError(
-            f"Cannot reach the hub for {what}: {exc}. Check the network, and HF_ENDPOINT if set."
+            f"Cannot reach the hub for {what}: {reason}. Check the network, and HF_ENDPOINT if set."
         )
     status: int = response.status_code
     wait_s = stated_wait_s(response.headers)

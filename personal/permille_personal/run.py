@@ -12,7 +12,6 @@ from the text of another command.
 import json
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -202,7 +201,7 @@ def _agent(arguments: list[str], *, quiet: bool) -> tuple[int, str]:
     try:
         answer, _ = child.communicate()
     except BaseException:  # Ctrl-C, or SIGTERM
-        child.send_signal(signal.SIGINT)
+        child.terminate()  # SIGINT would print a traceback while the child still imports its modules
         try:
             child.wait(STOP_S)
         except subprocess.TimeoutExpired:

@@ -31,7 +31,7 @@ def answer(status: int, **headers: str) -> Exception:
         (answer(503, retry_after="30"), "continues in 30 s", 30),
         (answer(503), "answered 503 for a/b", None),
         (answer(500, retry_after="30"), "answered 500 for a/b", None),
-        (TimeoutError("timed out"), "Cannot reach the hub for a/b: timed out. Check the network", None),
+        (TimeoutError("timed out."), "Cannot reach the hub for a/b: timed out. Check the network", None),
         (None, "Cannot reach the hub for a/b", None),
     ],
 )
