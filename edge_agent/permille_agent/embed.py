@@ -64,7 +64,7 @@ from permille_agent.training.evaluation import (
     mean_loss,
 )
 from permille_agent.training.evidence import Comparison, compare_losses
-from permille_agent.training.memory import memory_tokens
+from permille_agent.training.memory import memory_share, memory_tokens
 from permille_agent.training.options import RunContext, TrainOptions
 from permille_agent.training.outcome import RunOutcome
 from permille_agent.training.personal import model_values
@@ -111,6 +111,7 @@ __all__ = [
     "install_package",
     "list_runs",
     "mean_loss",
+    "memory_share",
     "memory_tokens",
     "model_values",
     "open_home",

@@ -130,7 +130,7 @@ class Personalizer:
             print(result.outcome, result.message)
 
         Args:
-            texts: the person's text, at least 1,000 tokens to train. A `Path` is a file or folder.
+            texts: the person's text, at least 700 tokens to train. A `Path` is a file or folder.
             minutes: the training time. Default: 10, unless `steps` is given.
             steps: the number of steps, in place of `minutes`.
             context: a progress callback and an event that stops the run. Its engine is ignored.

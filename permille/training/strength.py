@@ -10,6 +10,7 @@ of the damage to general text (Wortsman et al., "Robust fine-tuning of zero-shot
 device's log, it gets the same state as the device.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,6 +40,24 @@ class Strength:
     eighths: int
     rise: float
     fault: str = ""
+
+
+def strength_beside_memory(eighths: int, share: float) -> int:
+    """Return the strength of a state beside a memory of its own text.
+
+    The state has learned what the memory already says, and both together exaggerate it. So the state is
+    halved where the memory has all of the text, and stays as it is where the memory has nothing of it
+    (docs/adr/0043).
+
+    Args:
+        eighths: the strength of the state alone, 1 to 8.
+        share: the share of the text that the memory has, 0 to 1.
+
+    Example:
+        >>> [strength_beside_memory(8, share) for share in (1, 0.5, 0)], strength_beside_memory(1, 1)
+        ([4, 6, 8], 1)
+    """
+    return math.ceil(eighths * (1 - share / 2))
 
 
 def scaled(s_K: NDArray[np.int64], eighths: int) -> NDArray[np.int64]:

@@ -54,9 +54,9 @@ def result(nats: float, **more: object) -> Result:
 
 def test_the_chosen_model_follows_the_rule_of_the_agent() -> None:
     short = {"state": result(4.0), "memory": result(3.0), "both": result(3.5)}
-    assert Point("a", 999, short).chosen == "memory"
-    assert Point("a", 1000, short).chosen == "both"
-    assert Point("a", 1000, short | {"both": result(3.5, fault="lose the answer")}).chosen == "memory"
+    assert Point("a", 699, short).chosen == "memory"
+    assert Point("a", 700, short).chosen == "both"
+    assert Point("a", 700, short | {"both": result(3.5, fault="lose the answer")}).chosen == "memory"
     names = {"state": 3.1, "memory": 3.3, "both": 3.2}
     long = {name: result(4.0, select=loss) for name, loss in names.items()}
     assert Point("a", 10_000, long).chosen == "state"
@@ -71,8 +71,11 @@ def test_the_page_names_what_is_missing_and_the_picture_draws_the_rest(tmp_path:
     cells.keep("memory", given | {"positions": 1024}, result(4.15, bytes=12_538_065))
     trained = result(4.25, strength=7, steps=20, train_s=99.0)
     cells.keep("state", given | {"seed": 0}, trained)
-    cells.keep("both", given | {"seed": 0, "positions": 1024}, result(4.0))
+    beside = given | {"seed": 0, "positions": 1024}
+    cells.keep("both", beside, result(4.0, strength=4))
+    cells.keep("strength", beside | {"strength": 7}, result(4.03, strength=7))
     cells.keep("base", {"text": "618"}, result(5.8))
+    cells.keep("memory", {"text": "GLOUCESTER", "tokens": 8588, "positions": 1024}, result(4.4))
     cells.keep("memory", {"text": "618", "tokens": 1200, "positions": 1024}, result(4.0))
 
     found = tables(tmp_path)
@@ -83,6 +86,7 @@ def test_the_page_names_what_is_missing_and_the_picture_draws_the_rest(tmp_path:
     ]
     assert "3,000" not in lines
     assert ": pepys with 3,000, 10,000, 30,000 tokens; muir with 1,000, 3,000, " in found["missing"]
+    assert "; GLOUCESTER with 1,000, 3,000, 8,588 tokens; " in found["missing"]
     assert found["missing"].endswith(f"; the whole text of {', '.join(PEOPLE)}.")
     assert "+0.000" in found["general"]
     rows = [line.split("|")[3:-1] for line in found["positions"].splitlines()[2:]]
@@ -90,11 +94,13 @@ def test_the_page_names_what_is_missing_and_the_picture_draws_the_rest(tmp_path:
         ["512", "6.3 MB", "4.200", "–"],
         ["1,024", "12.5 MB", "4.150", "4.000"],
     ]
+    (row,) = (line.split("|")[1:-1] for line in found["strengths"].splitlines()[2:])
+    assert [cell.strip() for cell in row] == ["pepys", "1,000", "7/8", "4.030", "4/8", "4.000", "+0.000"]
     assert "618" in found["people"]
 
     drawn = ElementTree.fromstring(picture(tmp_path))
     names = [line.get("class") for line in drawn.iter("{http://www.w3.org/2000/svg}polyline")]
-    assert names == ["base", "prompt", "state", "memory", "both"]
+    assert names == ["base", "prompt", "state", "memory", "both", "memory"]
 
 
 def test_a_page_without_cells_is_empty(tmp_path: Path) -> None:

@@ -396,9 +396,11 @@ def export(
     if not folder.parent.is_dir():
         raise InputError(f"The folder {folder.parent} does not exist. Create it, or choose another place.")
     package = Package.open(BlobFolder(home.blobs), active.package)
-    values_K = package.values() if base else model_values(home, active, package)
     # A damaged memory must not prevent an export of the state, so it is read only if its text is wanted.
     memory = personal_memory(home, active, package) if memory_text else None
+    values_K = package.values()
+    if not base:
+        values_K = model_values(home, active, package, beside_memory=memory is not None)
     remembers = not base and active.run is not None and RunFolder(home.runs / active.run).memory.exists()
     personal = active.run is not None and not base
     pooled = not (personal or base) and carries_pooled(home, active.package)

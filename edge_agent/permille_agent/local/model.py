@@ -140,6 +140,7 @@ class LocalModel:
             if self.memory is not None:
                 self._after = remembering(self.engine).after(self.memory, self.tokenizer.begins)
                 self._values[Variant.PERSONAL_WITHOUT_MEMORY] = personal_K
+                personal_K = model_values(home, active, self.package, beside_memory=True)
             self._values[Variant.PERSONAL] = personal_K
         memories = {} if self.memory is None else {Variant.PERSONAL.value: self.memory}
         self._conversations = Conversations(self.engine, memories)
@@ -161,6 +162,7 @@ class LocalModel:
         reset = now != self._in_use and (now is None or now.run is None)
         if reset or not RunFolder(self._home.runs / self.active.run).memory.exists():
             self.memory, self._after = None, self.engine
+            self._values[Variant.PERSONAL] = self._values[Variant.PERSONAL_WITHOUT_MEMORY]
             # Texts that follow the memory have its keys and values, too.
             self._conversations = Conversations(self.engine)
 

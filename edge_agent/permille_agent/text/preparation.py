@@ -39,11 +39,11 @@ MIN_TRAIN_TOKENS = 3_000
 MAX_TEST_TOKENS = 20_000
 MAX_SELECT_TOKENS = 4_000
 NEEDED_TOKENS = MIN_TEST_TOKENS + MIN_SELECT_TOKENS + MIN_TRAIN_TOKENS
-LITTLE_TOKENS = 1_000  # smallest number of target tokens of a short text
+LITTLE_TOKENS = 700  # smallest number of target tokens of a short text
 REMEMBERED_TOKENS = 100  # smallest number of target tokens of a text of which only a memory is made
 PARTS = 4
 LITTLE_GROUP_TOKENS = 24
-"""Target tokens per group when a short text is judged, so that 1,000 tokens give enough groups."""
+"""Target tokens per group when a short text is judged, so that 700 tokens give enough groups."""
 MIN_LITTLE_GROUPS = 20
 GUARD_TOKENS = 24
 """Tokens that are dropped from a training block where it touches a held-out block."""

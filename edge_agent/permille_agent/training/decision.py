@@ -3,8 +3,9 @@
 1. The state is multiplied by the largest factor of 8/8, 7/8, ..., 1/8 for which two conditions hold: The
    loss on general text is within its bound, and the base's answers to general questions are kept
    (`evaluation.py`). The number of eighths is the strength of the state.
-2. The memory is computed with the state at that strength in place. Of the state, the memory and both, the
-   select split chooses the model. Its memory must keep the base's answers, too (`parts.py`).
+2. The memory is computed with the state in place, at the lower strength that it has beside a memory. Of the
+   state, the memory and both, the select split chooses the model. Its memory must keep the base's answers,
+   too (`parts.py`).
 3. The chosen model is compared with the base on the test split (`evidence.py`).
 4. If a personal or pooled model is active, the chosen model is also compared with that model.
 
@@ -53,7 +54,7 @@ from permille_agent.training.evaluation import (
 )
 from permille_agent.training.evidence import GROUP_TOKENS, Comparison, compare_losses, merged
 from permille_agent.training.memory import Part, remembers
-from permille_agent.training.parts import Candidates, Model, Parts, choose_parts
+from permille_agent.training.parts import Candidates, Model, Parts, ScaledState, choose_parts
 from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_none
 from permille_agent.training.steps import SelectedState, Stop
 
@@ -136,9 +137,9 @@ class Decision:
         return Part.STATE if self.parts is None else self.parts.chosen
 
     @property
-    def judged_digest(self) -> str | None:
-        """Return the digest of the state of the chosen model. None is the base."""
-        return (self.scaled_digest or self.state_digest) if self.part.has_state else None
+    def beside_memory(self) -> tuple[int, str | None]:
+        """Return strength and digest of the state beside the memory. 0 and None are the base."""
+        return (0, None) if self.parts is None else (self.parts.strength, self.parts.state_digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +212,7 @@ def decide_untested(run: Run, incumbent: Active) -> Decision:
     """
 
     def decide() -> Decision:
-        parts = choose_parts(run, Candidates(run, None, (), ""), lambda _: math.nan)
+        parts = choose_parts(run, Candidates(run), lambda _: math.nan)
         adopted = parts.chosen is Part.MEMORY
         told = (
             "the model remembers this text word by word. It is untested"
@@ -285,17 +286,20 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         elif kept.strength < EIGHTHS:
             decision = replace(decision, scaled_digest=digest_of(scaled(selected.s_K, kept.strength)))
 
-    def values_of(s_K: NDArray[np.int64]) -> NDArray[np.float32]:
-        return values(run.w_base_K, scaled(s_K, decision.strength), exponent)
+    def state_at(eighths: int) -> ScaledState:
+        def values_of(s_K: NDArray[np.int64]) -> NDArray[np.float32]:
+            return values(run.w_base_K, scaled(s_K, eighths), exponent)
 
-    strength, states = decision.strength, selected.judges or (selected.s_K,)
-    candidates = Candidates(
-        run,
-        values_of(selected.s_K) if strength else None,
-        # A short text has one state for each tested part. No state was trained on the part that tests it.
-        [values_of(s_K) for s_K in states] if strength else (),
-        decision.scaled_digest or decision.state_digest,
-    )
+        return ScaledState(
+            eighths=eighths,
+            values_K=values_of(selected.s_K),
+            # A short text has one state for each tested part. No state was trained on the part that tests it.
+            judges=[values_of(s_K) for s_K in selected.judges or (selected.s_K,)],
+            digest=digest_of(scaled(selected.s_K, eighths)),
+        )
+
+    strength = decision.strength
+    candidates = Candidates(run, strength, state_at if strength else None)
 
     def losses_of(part: Part) -> DocumentLosses:
         return _losses(run, part.value, candidates.judged(part).__getitem__)

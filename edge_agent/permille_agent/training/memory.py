@@ -5,6 +5,7 @@ and judged as it is stored, in 8 bits. Its file is in the run's folder, so `roll
 the deletion of old runs treat state and memory as one thing. It is never sent.
 """
 
+import sys
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -56,6 +57,11 @@ def memory_tokens(
     bos_S, after_T = (np.array(ids, np.int64) for ids in (documents[0].bos, separator))
     text_T = np.concatenate([ids_T for document in documents for ids_T in (document.ids_T, after_T)])
     return np.concatenate([bos_S, text_T[len(bos_S) - most :]])
+
+
+def memory_share(documents: Sequence[TokenizedDocument], separator: Sequence[int], most: int) -> float:
+    """Return the share of a text that its memory of at most `most` tokens has."""
+    return min(1.0, most / len(memory_tokens(documents, separator, sys.maxsize)))
 
 
 def remembers(run: Run) -> bool:

@@ -3,6 +3,7 @@
 - The select split chooses the model with the lowest loss. If this is the base, nothing is judged.
 - A short text has no select split. There, the rule is fixed: both if there is a state, else the memory. On
   nearly all texts that were measured, both had the lowest loss (docs/results/prompt-or-training.md).
+- Beside a memory, a state has a lower strength than alone (`strength_beside_memory`).
 - With the memory on, the base's right answers to general questions must stay right. If they do not, the
   next best model is taken, such as the memory alone. The bound on the loss on general text holds for the
   state alone, because a request can leave the memory off. The loss with the memory on is shown.
@@ -17,10 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.interface import Engine
+from permille.training.strength import EIGHTHS, strength_beside_memory
 from permille_agent.text.tokens import TokenizedDocument, package_tokenizer
 from permille_agent.training.answers import BaseAnswers, base_answers, compare_answers
 from permille_agent.training.evaluation import GeneralLoss
-from permille_agent.training.memory import Part, following, make_memory, memory_tokens, store_memory
+from permille_agent.training.memory import (
+    Part,
+    following,
+    make_memory,
+    memory_share,
+    memory_tokens,
+    store_memory,
+)
 from permille_agent.training.run import Run, finite_or_none
 
 Model = tuple[Engine, NDArray[np.float32]]
@@ -39,6 +48,8 @@ class Parts:
             ...?"`. "" if none.
         general: loss on general text with the memory on. None if the chosen model has no memory, or the
             package has no reference text.
+        strength: strength of the state beside the memory, in eighths. 0 if the chosen model has not both.
+        state_digest: digest of the state at this strength. None if the chosen model has not both.
     """
 
     chosen: Part
@@ -46,6 +57,8 @@ class Parts:
     losses: Mapping[Part, float | None]
     fault: str = ""
     general: float | None = None
+    strength: int = 0
+    state_digest: str | None = None
 
     def words(self, off: GeneralLoss | None = None) -> str:
         """Describe the choice and what it was made from, in nats per token.
@@ -61,69 +74,89 @@ class Parts:
             words += f"; {'a better one' if self.chosen.has_memory else 'a memory'} would {self.fault}"
         if self.chosen.has_memory:
             words += f"; the memory has {self.tokens} positions"
+        if self.strength:
+            words += f", and beside it stand {self.strength}/{EIGHTHS} of what was trained"
         if self.general is not None and off is not None and off.loss is not None:
             words += f"; general loss with it {self.general:.4f} ({self.general - off.loss:+.4f})"
         return words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScaledState:
+    """The trained state at a strength.
+
+    Attributes:
+        eighths: the strength.
+        values_K: values of the masked weights, float32 [K].
+        judges: values that each part of the test text judges. A long text has one part.
+        digest: digest of the state. None is the base.
+    """
+
+    eighths: int
+    values_K: NDArray[np.float32]
+    judges: Sequence[NDArray[np.float32]]
+    digest: str | None
 
 
 class Candidates:
     """The models among which a run chooses: `parts`, the richest last. Memories have `tokens` positions."""
 
     def __init__(
-        self,
-        run: Run,
-        values_K: NDArray[np.float32] | None,
-        judges: Sequence[NDArray[np.float32]],
-        digest: str,
+        self, run: Run, strength: int = 0, state_at: Callable[[int], ScaledState] | None = None
     ) -> None:
         """Make no model yet.
 
         Args:
             run: the run.
-            values_K: values of the masked weights with the trained state. None without a state.
-            judges: values that each part of the test text judges. Empty without a state.
-            digest: digest of the trained state.
+            strength: strength of the state alone.
+            state_at: returns the state at a strength. None without a state.
         """
         self._run = run
-        self._values_K = run.w_base_K if values_K is None else values_K
-        self._judges = judges or [run.w_base_K] * max(1, len(run.prepared.stages))
-        self._digest = digest
+        prepared, parts = run.prepared, max(1, len(run.prepared.stages))
+        base = ScaledState(eighths=0, values_K=run.w_base_K, judges=[run.w_base_K] * parts, digest=None)
+        self._states = {Part.BASE: base, Part.MEMORY: base}
+        if state_at is not None:
+            self._states[Part.STATE] = state_at(strength)
+            share = memory_share(prepared.read, prepared.separator, run.options.memory)
+            self._states[Part.BOTH] = state_at(strength_beside_memory(strength, share))
         self._memories: dict[tuple[Part, int], bytes] = {}
-        self.parts = (Part.MEMORY,) if values_K is None else (Part.STATE, Part.MEMORY, Part.BOTH)
-        self.tokens = len(memory_tokens(run.prepared.read, run.prepared.separator, run.options.memory))
+        self.parts = (Part.MEMORY,) if state_at is None else (Part.STATE, Part.MEMORY, Part.BOTH)
+        self.tokens = len(memory_tokens(prepared.read, prepared.separator, run.options.memory))
+
+    def state(self, part: Part) -> ScaledState:
+        """Return the state of a model. A model without a state has the base's."""
+        return self._states[part]
 
     def judged(self, part: Part) -> list[Model]:
         """Return the models that the parts of the test text judge. A long text has only one part."""
         reads = [stage.read for stage in self._run.prepared.stages] or [self._run.prepared.read]
-        return [self._model(part, values_K, read) for values_K, read in zip(self._judges, reads, strict=True)]
+        judges = self._states[part].judges
+        return [self._model(part, values_K, read) for values_K, read in zip(judges, reads, strict=True)]
 
     def whole(self, part: Part) -> Model:
         """Return the model of the whole training text, which is used if it is adopted."""
-        return self._model(part, self._values_K, self._run.prepared.read)
+        return self._model(part, self._states[part].values_K, self._run.prepared.read)
 
     def memory(self, part: Part) -> bytes:
         """Return the memory of the model `whole(part)`."""
-        return self._memory(part, self._values_K, self._run.prepared.read)
+        return self._memory(part, self._states[part].values_K, self._run.prepared.read)
 
     def _model(self, part: Part, values_K: NDArray[np.float32], read: tuple[TokenizedDocument, ...]) -> Model:
-        engine, values_K = self._run.engine, values_K if part.has_state else self._run.w_base_K
+        engine = self._run.engine
         if part.has_memory:
             memory = self._memory(part, values_K, read)
-            engine = following(engine, self._run.package, self._state(part), memory, read[0].bos)
+            engine = following(engine, self._run.package, self._states[part].digest, memory, read[0].bos)
         return engine, values_K
 
     def _memory(
         self, part: Part, values_K: NDArray[np.float32], read: tuple[TokenizedDocument, ...]
     ) -> bytes:
-        values_K = values_K if part.has_state else self._run.w_base_K
         if (part, id(read)) not in self._memories:
             self._run.progress.phase("reading the text into a memory")
             # The digest of a state that only judges a part of a short text is never compared.
-            self._memories[part, id(read)] = make_memory(self._run, values_K, self._state(part), read)
+            digest = self._states[part].digest
+            self._memories[part, id(read)] = make_memory(self._run, values_K, digest, read)
         return self._memories[part, id(read)]
-
-    def _state(self, part: Part) -> str | None:
-        return self._digest if part.has_state else None
 
 
 def choose_parts(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) -> Parts:
@@ -155,8 +188,11 @@ def _choose(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) 
             general = finite_or_none(run.reference.loss(*candidates.whole(chosen)))
         # Store the memory before the choice, so that no choice refers to a missing file.
         store_memory(run.folder, candidates.memory(chosen))
+    both = candidates.state(Part.BOTH) if chosen is Part.BOTH else None
     return Parts(
         chosen=chosen,
+        strength=0 if both is None else both.eighths,
+        state_digest=None if both is None else both.digest,
         tokens=candidates.tokens,
         losses={part: finite_or_none(loss) for part, loss in found.items()},
         fault=fault,

@@ -18,7 +18,7 @@ from permille.package.limits import MAX_MANIFEST_BYTES, Role
 from permille.package.manifest import Manifest
 from permille.package.reader import Package
 from permille.schemas.runs import LogForm
-from permille.training.strength import EIGHTHS, scaled
+from permille.training.strength import scaled
 from permille.zo.header import LogHeader
 from permille.zo.journal import read_journal
 from permille.zo.lattice import MAX_STEP_UNIT_EXPONENT, state_digest, values
@@ -47,16 +47,27 @@ from permille_agent.training.run import (
 )
 
 
-def model_values(home: Home, active: Active, package: Package) -> NDArray[np.float32]:
+def model_values(
+    home: Home, active: Active, package: Package, *, beside_memory: bool = False
+) -> NDArray[np.float32]:
     """Return the values of the masked weights in the active model, float32 [k].
 
     If the active model has no run, it is the package's pooled state, or the base if the package has none.
+
+    Args:
+        home: the home folder.
+        active: the active model.
+        package: its package.
+        beside_memory: whether the model's memory is used, too. The strength of a state is lower beside it.
 
     Raises:
         OperatorError: the run is gone.
         PackageError: the state is damaged, or belongs to another package.
     """
-    state = pooled_start(package) if active.run is None else personal_state(home, active.run, package)
+    if active.run is None:
+        state = pooled_start(package)
+    else:
+        state = personal_state(home, active.run, package, beside_memory=beside_memory)
     if state is None:
         return package.values()
     return values(package.values(), state.s_K, state.step_unit_exponent)
@@ -74,8 +85,14 @@ def pooled_start(package: Package) -> StartState | None:
     return StartState(s_K=found.s_K, step_unit_exponent=found.header.step_unit_exponent)
 
 
-def personal_state(home: Home, run: str, package: Package) -> StartState:
+def personal_state(home: Home, run: str, package: Package, *, beside_memory: bool = False) -> StartState:
     """Return the state of a run at the strength that the decision chose. A memory alone has the base's.
+
+    Args:
+        home: the home folder.
+        run: name of the run.
+        package: its package.
+        beside_memory: whether the state stands beside the run's memory.
 
     Raises:
         OperatorError: the run is gone.
@@ -86,12 +103,13 @@ def personal_state(home: Home, run: str, package: Package) -> StartState:
     if not decision.part.has_state:
         return StartState(s_K=np.zeros(package.k, np.int64), step_unit_exponent=MAX_STEP_UNIT_EXPONENT)
     trained = _trained_state(folder, decision, package)
-    if decision.strength == EIGHTHS:
-        return trained
-    exponent = trained.step_unit_exponent
-    s_K = scaled(trained.s_K, decision.strength)
+    exponent, strength = trained.step_unit_exponent, decision.strength
+    expected: str | None = decision.scaled_digest or decision.state_digest
+    if beside_memory:
+        strength, expected = decision.beside_memory
+    s_K = scaled(trained.s_K, strength)
     digest = state_digest(s_K, mask_digest=package.mask_digest, step_unit_exponent=exponent)
-    if digest != decision.scaled_digest:
+    if digest != expected:
         raise _other_state(folder)
     return StartState(s_K=s_K, step_unit_exponent=exponent)
 
@@ -107,7 +125,7 @@ def personal_memory(home: Home, active: Active, package: Package) -> KeyValues |
         return None
     folder = find_run(home, active.run)
     decision = folder.require("decision", Decision)
-    return read_memory(folder, package, decision.judged_digest) if decision.part.has_memory else None
+    return read_memory(folder, package, decision.beside_memory[1]) if decision.part.has_memory else None
 
 
 def _trained_state(folder: RunFolder, decision: Decision, package: Package) -> StartState:

@@ -254,9 +254,9 @@ class _Task:
             run = self._run(folder, prepared, None)
             run.progress.phase("reading the text into a memory")
             of_run = Active(package=self.package.digest, run=folder.name)
-            values_K = model_values(self.home, of_run, self.package)
+            values_K = model_values(self.home, of_run, self.package, beside_memory=True)
             try:
-                memory = make_memory(run, values_K, decision.judged_digest, prepared.read)
+                memory = make_memory(run, values_K, decision.beside_memory[1], prepared.read)
             except RunInterrupted as exc:
                 return _interrupted(run, exc)
             store_memory(folder, memory)
@@ -392,7 +392,7 @@ class _Task:
             engine = remembering(engine).after(memory, tokenizer.begins)
         return OpenModel(
             engine=engine,
-            values_K=model_values(self.home, active, package),
+            values_K=model_values(self.home, active, package, beside_memory=memory is not None),
             tokenizer=tokenizer,
             row_tokens=self.options.within(_positions(package), len(memory or ())).row_tokens,
         )

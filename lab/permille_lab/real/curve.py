@@ -8,7 +8,7 @@ The newest tokens of a text are given to each contender, and the same later text
     prompt     the base after the newest tokens of the text, at most 1,024 or 2,048
     state      the agent's training, at the strength that the agent chooses
     memory     the base after the memory that the agent makes of the text, in 8 bits
-    both       the state after its own memory
+    both       the state after its own memory, at its strength beside one
 
 Diaries and plays are judged by their end. The order of tweets is not known, so tweets and the gardener's
 notes are divided by a hash, as in `people`. The state is selected as the agent does: by a part of the text
@@ -34,8 +34,9 @@ from numpy.typing import NDArray
 from permille.engines.interface import Engine, remembering
 from permille.engines.key_values import KeyValues
 from permille.engines.memory import decode_memory, encode_memory
+from permille.training.strength import strength_beside_memory
 from permille.zo.estimators import Batch
-from permille_agent.embed import NEEDED_TOKENS, TokenizedDocument, TrainOptions, memory_tokens
+from permille_agent.embed import NEEDED_TOKENS, TokenizedDocument, TrainOptions, memory_share, memory_tokens
 from permille_lab.measuring.cells import Cells, Result, settings_parser
 from permille_lab.measuring.machine import machine
 from permille_lab.measuring.model_packages import SMOLLM2_FILE, Sources, folder_from_environment
@@ -138,11 +139,16 @@ class Curve:
         told |= {"strength": strength.eighths, "fault": strength.fault, "steps": steps_of(tokens)}
         return found | told | {"train_s": seconds, "machine": machine()}
 
+    def beside(self, text: Text, tokens: int, positions: int, strength: int) -> int:
+        """Return the strength of a state beside its memory, as the agent chooses it."""
+        share = memory_share(self._person(text, tokens).train, self._separator(), positions)
+        return strength_beside_memory(strength, share)
+
     def both(self, text: Text, tokens: int, positions: int, seed: int, eighths: int) -> Result:
-        """Measure the trained state at its strength, with its memory."""
+        """Measure the trained state at a strength, with its memory."""
         person = self._person(text, tokens)
         values_K = self._subject.at(self._trained(person, tokens, seed)[0], eighths)
-        return self._with_memory(text, person, values_K, positions)
+        return self._with_memory(text, person, values_K, positions) | {"strength": eighths}
 
     def _with_memory(
         self, text: Text, person: Person, values_K: NDArray[np.float32], positions: int
@@ -222,6 +228,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=SIZES)
     parser.add_argument("--positions", type=int, nargs="+", default=[MEMORY], help="sizes of the memory")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0], help="none: without training")
+    parser.add_argument("--strengths", type=int, nargs="*", default=[], help="more of them beside the memory")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data, cells = folder_from_environment("PERMILLE_DATA"), Cells(options.cells)
@@ -245,7 +252,7 @@ def main() -> None:
             text = curve.text(people[name], in_order=people[name] in written)
             cells.once("base", {"text": name}, partial(curve.base, text))
             for tokens in sizes_of(text, [size for size in options.tokens if size <= most]):
-                measure(cells, curve, text, tokens, options.positions, options.seeds)
+                measure(cells, curve, text, tokens, options.positions, options.seeds, options.strengths)
 
 
 def sizes_of(text: Text, sizes: Sequence[int]) -> list[int]:
@@ -258,9 +265,25 @@ def sizes_of(text: Text, sizes: Sequence[int]) -> list[int]:
 
 
 def measure(
-    cells: Cells, curve: Curve, text: Text, tokens: int, positions: Sequence[int], seeds: Sequence[int]
+    cells: Cells,
+    curve: Curve,
+    text: Text,
+    tokens: int,
+    positions: Sequence[int],
+    seeds: Sequence[int],
+    strengths: Sequence[int] = (),
 ) -> None:
-    """Measure the contenders that get the newest tokens of a text."""
+    """Measure the contenders that get the newest tokens of a text.
+
+    Args:
+        cells: the results.
+        curve: what all cells share.
+        text: the text.
+        tokens: how many of its tokens are used.
+        positions: sizes of the memory.
+        seeds: seeds of the training.
+        strengths: strengths of the state beside the memory, other than the one that the agent chooses.
+    """
     for size in sorted({min(tokens, prompt) for prompt in PROMPTS}):
         cells.once("prompt", {"text": text.name, "tokens": size}, partial(curve.prompt, text, size))
     given = {"text": text.name, "tokens": tokens}
@@ -271,8 +294,12 @@ def measure(
         settings = given | {"seed": seed}
         state = cells.once("state", settings, partial(curve.state, text, tokens, seed))
         for most in positions:
-            both = partial(curve.both, text, tokens, most, seed, state["strength"])
-            cells.once("both", settings | {"positions": most}, both)
+            chosen = curve.beside(text, tokens, most, state["strength"])
+            sized = settings | {"positions": most}
+            cells.once("both", sized, partial(curve.both, text, tokens, most, seed, chosen))
+            for other in strengths:
+                strength = partial(curve.both, text, tokens, most, seed, other)
+                cells.once("strength", sized | {"strength": other}, strength)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Tables and picture of docs/results/prompt-or-training.md, from finished cells of `curve`.
 
 A cell that was not measured is a dash. `chosen` is the model that the agent makes of a text of this length:
-the memory below 1,000 tokens, both below 5,400, else the one with the lowest loss on the select part. A
+the memory below 700 tokens, both below 5,400, else the one with the lowest loss on the select part. A
 model with a memory is left out if it spoils an answer.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import log
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -27,7 +27,7 @@ PEOPLE = (
 SIZES = (500, 1_000, 3_000, 10_000, 30_000)
 PROMPTS = (1_024, 2_048)
 MEMORY = 1_024
-LITTLE_TOKENS, NEEDED_TOKENS = 1_000, 5_400
+LITTLE_TOKENS = 700
 _LINES = ("base", "prompt", "state", "memory", "both")
 _WIDTH, _HEIGHT = 300.0, 260.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44.0, 290.0, 34.0, 222.0
@@ -78,6 +78,7 @@ def tables(results: Path) -> dict[str, str]:
         "people": markdown(map(_chosen, people)),
         "whole": markdown(_whole(real)),
         "positions": markdown(_positions(cells)),
+        "strengths": markdown(_strengths(cells)),
         "missing": _missing(points, people),
     }
 
@@ -104,7 +105,9 @@ def _points(cells: Cells, text: str) -> list[Point]:
                 found[figure, settings["tokens"]] = result
     base = next((result for settings, result in cells.of("base") if settings["text"] == text), None)
     measured = {tokens for figure, tokens in found if figure != "prompt"}
-    planned = {*SIZES, *measured} if text in WRITTEN else measured
+    # A size that is not planned is a whole text, and there is no larger one.
+    whole = min(measured - {*SIZES}, default=math.inf)
+    planned = measured | {size for size in SIZES if size < whole} if text in WRITTEN else measured
     points = []
     for tokens in sorted(planned):
         results = {"base": base} | {name: found.get((name, tokens)) for name in ("memory", "state", "both")}
@@ -184,6 +187,23 @@ def _positions(cells: Cells) -> Iterator[dict[str, str]]:
             }
 
 
+def _strengths(cells: Cells) -> Iterator[dict[str, str]]:
+    """Yield the losses of each state beside its memory, at the strength that it has alone and at its own."""
+    beside = {_place(settings): result for settings, result in cells.of("both")}
+    for settings, alone in sorted(cells.of("strength"), key=lambda cell: _place(cell[0])):
+        both = beside.get(_place(settings))
+        if both is not None and settings["positions"] == MEMORY:
+            yield {
+                "text": settings["text"],
+                "tokens": f"{settings['tokens']:,}",
+                "alone": f"{alone['strength']}/8",
+                "both at it": _number(alone["nats"]),
+                "beside": f"{both['strength']}/8",
+                "both": _number(both["nats"]),
+                "general": f"{both['general'] - alone['general']:+.3f}",
+            }
+
+
 def _place(settings: Settings) -> tuple[str, int, int]:
     return settings["text"], settings["tokens"], settings["positions"]
 
@@ -214,7 +234,7 @@ def _panel(place: int, text: str, points: list[Point]) -> dict[str, object]:
     first, last = SIZES[0], SIZES[-1]
 
     def place_of(tokens: int, loss: float) -> tuple[float, float]:
-        x = _LEFT + (_RIGHT - _LEFT) * log(tokens / first) / log(last / first)
+        x = _LEFT + (_RIGHT - _LEFT) * math.log(tokens / first) / math.log(last / first)
         y = _TOP + (_BOTTOM - _TOP) * ((high - loss) / (high - low) if high > low else 0.5)
         return round(place * _WIDTH + x, 1), round(y, 1)
 

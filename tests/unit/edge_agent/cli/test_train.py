@@ -229,7 +229,7 @@ def test_too_little_text_has_an_exit_code_of_its_own(
     home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(home, "train", str(user_text(tmp_path, 10)), "--steps", "5") == 3
-    assert "at least 1000 are needed" in " ".join(capsys.readouterr().out.split())
+    assert "at least 700 are needed" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_that_is_not_better_keeps_what_is_there(

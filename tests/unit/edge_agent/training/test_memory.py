@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from permille.choices import EstimatorKind
 from permille.engines.interface import remembering
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError, PackageError
@@ -36,14 +37,14 @@ from permille_agent.training import evaluation
 from permille_agent.training import parts as chosen_parts
 from permille_agent.training.decision import Decision
 from permille_agent.training.engines import RunInterrupted, interruptible
-from permille_agent.training.memory import Part, memory_tokens
+from permille_agent.training.memory import Part, memory_share, memory_tokens
 from permille_agent.training.options import TrainOptions, options_for
 from permille_agent.training.outcome import RunResult
 from permille_agent.training.personal import personal_memory
 from permille_agent.training.run import BegunRun, RunFolder
 from tests.bigram_engine import RememberingBigramEngine, bigram_engine
 from tests.packages import sentences
-from tests.unit.edge_agent.runs import Device, Killed, device_at, user_text
+from tests.unit.edge_agent.runs import TINY_RATE, Device, Killed, device_at, user_text
 
 
 @pytest.fixture
@@ -79,6 +80,11 @@ def test_a_memory_is_bos_and_the_text_or_its_end() -> None:
         *range(292, 300),
         1,
     ]
+
+
+def test_the_share_of_a_text_that_a_memory_has() -> None:
+    text = [document([5, 6, 7], (2,)), document([8, 9], (2,))]  # with BOS and two separators, 8 tokens
+    assert [memory_share(text, (1,), most) for most in (4, 8, 100)] == [0.5, 1, 1]
 
 
 def test_the_best_of_state_memory_and_both_is_judged_and_used(device: Device) -> None:
@@ -121,6 +127,30 @@ def test_the_best_of_state_memory_and_both_is_judged_and_used(device: Device) ->
         assert first_token_seconds(model, "On") == {}
         assert model.variants == (Variant.PERSONAL, Variant.BASE)
         assert "".join(model.complete("On day 3", Variant.PERSONAL, Sampling(temperature=0.0))[1]) == without
+
+
+def test_a_state_is_weaker_beside_a_memory_of_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chosen_parts, "memory_share", lambda *_: 1.0)
+    device = device_at(tmp_path / "home", user_text(tmp_path, 42))
+    gradient = {"estimator": EstimatorKind.GRADIENT, "queries": 0, "batch_rows": 2, "rate_scale": TINY_RATE}
+    result = train(device, **gradient, steps=30)
+    decision, base_K = decision_of(result), device.package.values()
+    assert result.outcome is Outcome.ADOPTED and decision.parts is not None
+    assert (decision.part, decision.strength, decision.parts.strength) == (Part.BOTH, 8, 4)
+    assert "beside it stand 4/8 of what was trained" in decision.parts.words()
+    with LocalModel(device.home, RememberingBigramEngine) as model:
+        beside_K, alone_K = map(model.values, (Variant.PERSONAL, Variant.PERSONAL_WITHOUT_MEMORY))
+        assert (alone_K != base_K).any()
+        np.testing.assert_allclose(beside_K - base_K, (alone_K - base_K) / 2, atol=1e-4)
+        # Without its memory, the state has its own strength again.
+        folder_of(device, result).memory.unlink()
+        model.keep_up()
+        np.testing.assert_array_equal(model.values(Variant.PERSONAL), alone_K)
+    # The memory is made again with the state that stands beside it.
+    assert train(device, **gradient, steps=30).outcome is Outcome.ADOPTED
+    assert personal_memory(device.home, device.active(), device.package) is not None
 
 
 @pytest.mark.parametrize(
