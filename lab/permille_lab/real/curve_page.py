@@ -197,7 +197,7 @@ def _strengths(cells: Cells) -> Iterator[dict[str, str]]:
                 "text": settings["text"],
                 "tokens": f"{settings['tokens']:,}",
                 "alone": f"{alone['strength']}/8",
-                "both at it": _number(alone["nats"]),
+                "both as alone": _number(alone["nats"]),
                 "beside": f"{both['strength']}/8",
                 "both": _number(both["nats"]),
                 "general": f"{both['general'] - alone['general']:+.3f}",
