@@ -87,7 +87,7 @@ def decode_memory(package: Package, state: str | None, data: bytes) -> KeyValues
 
 
 def most_positions(package: Package) -> int:
-    """Return how many positions a run gives a memory at most: those whose float32 take `MOST_BYTES`."""
+    """Return the largest number of positions of a memory that takes at most `MOST_BYTES` in float32."""
     layers, heads, head = _shape(package)
     return min(MAX_TOKENS, MOST_BYTES // (2 * 4 * layers * heads * head))
 

@@ -46,8 +46,8 @@ def strength_beside_memory(eighths: int, share: float) -> int:
     """Return the strength of a state beside a memory of its own text.
 
     The state has learned what the memory already says, and both together exaggerate it. So the state is
-    halved where the memory has all of the text, and stays as it is where the memory has nothing of it
-    (docs/adr/0043).
+    halved if the memory holds the whole text, and stays as it is if the memory holds nothing of the text
+    (docs/adr/0045).
 
     Args:
         eighths: the strength of the state alone, 1 to 8.

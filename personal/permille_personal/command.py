@@ -56,13 +56,13 @@ class Part(StrEnum):
 
 KEPT = {
     None: "what earlier runs have finished",
-    Part.MASK: "the scores of the text up to the last 16 sequences",
+    Part.MASK: "the scores of the public text, except of at most 16 sequences",
     Part.WEIGHTS: "the mask",
     Part.PACKAGE: "the mask and the weights",
     Part.TRAINING: "the package and the finished steps",
     Part.EXPORT: "the package and the personal model",
 }
-"""The results that the same command uses again if it is stopped in a part, or before the first one."""
+"""Results that the same command uses again, by the part in which it was stopped. None is before the first."""
 
 
 def personalise(
@@ -205,7 +205,7 @@ def _stoppable(shown: "Shown") -> Iterator[None]:
 class Shown:
     """Output for the person: lines, and the progress of the build on standard error.
 
-    A terminal shows a bar. Other output gets a line for each new phase, and one in half a minute. Both begin
+    A terminal shows a bar. Other output gets a line for each new phase, and one every half minute. Both begin
     with the part of the work.
 
     Args:

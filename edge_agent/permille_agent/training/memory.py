@@ -60,7 +60,7 @@ def memory_tokens(
 
 
 def memory_share(documents: Sequence[TokenizedDocument], separator: Sequence[int], most: int) -> float:
-    """Return the share of a text that its memory of at most `most` tokens has."""
+    """Return the share of a text that its memory of at most `most` tokens holds."""
     return min(1.0, most / len(memory_tokens(documents, separator, sys.maxsize)))
 
 

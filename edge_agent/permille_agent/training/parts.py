@@ -75,7 +75,7 @@ class Parts:
         if self.chosen.has_memory:
             words += f"; the memory has {self.tokens} positions"
         if self.strength:
-            words += f", and beside it stand {self.strength}/{EIGHTHS} of what was trained"
+            words += f", and {self.strength}/{EIGHTHS} of what was trained are kept beside it"
         if self.general is not None and off is not None and off.loss is not None:
             words += f"; general loss with it {self.general:.4f} ({self.general - off.loss:+.4f})"
         return words

@@ -3,7 +3,7 @@
     PERMILLE_DATA=DIR python -m permille_lab.evidence.coverage
 
 Figure 2 is the share of a tensor's squared gradients that the largest ones hold. Figure 3 is the share that a
-mask holds which was chosen on C4. The model is not trained. A stopped run continues with the next text.
+mask from C4 holds. The model is not trained. A stopped run continues with the next text.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Computation to a loss: FedSPZO with its split at two places, against DeComFL and FedZO (FedSPZO, figure 4).
 
-Every method has its best rate of a grid that grows until the best one is inside, on other text. The number of
-rounds is the measured one, and rates are constant as in the paper. Computation is row passes through the
+Each method uses the best rate of a grid, chosen on other text with as many rounds. The grid grows until its
+best rate is not on the edge. Rates are constant as in the paper. Computation is row passes through the
 decoder layers of one device that takes part in every round. Embeddings and head are not counted.
 """
 

@@ -102,8 +102,10 @@ def advance_parent(session: Session, job: Job) -> None:
 
 
 def hold_siblings(session: Session, part: Job) -> None:
-    """Let the queued parts of the same job wait until this part is tried again, so that a hub that cannot be
-    reached ends a build before its long work. `transitions.lock` must have locked the parent.
+    """Let the queued parts of the same job wait until this part is tried again.
+
+    So a hub that cannot be reached ends a build before its long work. `transitions.lock` must have locked the
+    parent.
     """
     if part.parent_id is None:
         return

@@ -139,7 +139,7 @@ def test_a_state_is_weaker_beside_a_memory_of_its_text(
     decision, base_K = decision_of(result), device.package.values()
     assert result.outcome is Outcome.ADOPTED and decision.parts is not None
     assert (decision.part, decision.strength, decision.parts.strength) == (Part.BOTH, 8, 4)
-    assert "beside it stand 4/8 of what was trained" in decision.parts.words()
+    assert "4/8 of what was trained are kept beside it" in decision.parts.words()
     with LocalModel(device.home, RememberingBigramEngine) as model:
         beside_K, alone_K = map(model.values, (Variant.PERSONAL, Variant.PERSONAL_WITHOUT_MEMORY))
         assert (alone_K != base_K).any()
