@@ -36,9 +36,9 @@ JUDGED = 3  # number of models that the judgement evaluates: the base, the new o
 WITH_MEMORY = 1.5
 TIMED_ROWS = 8  # number of rows that are evaluated to measure the time per token
 # Gradient runs with a time limit make at most this many passes over the text, or `LEAST_STEPS` steps if that
-# is more.
+# is more (docs/adr/0031).
 PASSES = 8
-LEAST_STEPS = 40
+LEAST_STEPS = 10
 # Placeholder for epsilon in the header of a gradient run, which perturbs no weights.
 NO_EPSILON = 1.0
 
