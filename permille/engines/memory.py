@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from permille.digests import JSON, canonical_json, parse_canonical
 from permille.engines.key_values import KeyValues
 from permille.errors import PackageError
-from permille.models.architecture import architecture_of
+from permille.models.families import shape_of
 from permille.package.reader import Package
 
 Array = NDArray[np.float32]
@@ -124,8 +124,9 @@ def _parsed(header: bytes) -> tuple[dict[str, JSON], int]:
 
 def _shape(package: Package) -> tuple[int, int, int]:
     """Return the numbers of layers, of key-value heads and of numbers in a head."""
-    shape = architecture_of(package.config)
-    return len(shape.layers), shape.kv_heads, shape.head
+    # A model that only torch computes has no memory, but it has this shape.
+    shape = shape_of(package.config)
+    return shape.layers, shape.kv_heads, shape.head
 
 
 def _token_bytes(package: Package) -> int:

@@ -47,3 +47,10 @@ def test_the_largest_memory_fits_into_its_bytes(
     assert most_positions(package) == len(TEXT) - 1
     monkeypatch.setattr(memory, "MOST_BYTES", known.nbytes * memory.MAX_TOKENS)
     assert most_positions(package) == memory.MAX_TOKENS
+
+
+def test_a_model_that_only_torch_computes_has_a_size_of_its_memory(tmp_path: Path) -> None:
+    package = tiny_package(tmp_path, "llama").package
+    known = most_positions(package)
+    package.config["hidden_act"] = "gelu_fast"  # training asks for the size with every engine
+    assert most_positions(package) == known
