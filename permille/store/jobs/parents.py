@@ -112,6 +112,7 @@ def hold_siblings(session: Session, part: Job) -> None:
     for sibling in transitions.children(session, part.parent_id):
         if sibling.state == JobState.QUEUED and sibling.available_at < part.available_at:
             sibling.available_at, sibling.dispatched_at = part.available_at, None
+            sibling.updated_at = now(session)  # by it, `claims.pull_back` finds times of a wrong clock
 
 
 def show_progress(session: Session, job: Job) -> None:

@@ -14,6 +14,7 @@ from permille.store.tables import Tenant, Upload
 from tests.artifacts import QUOTA
 from tests.unit.store.conftest import Clock
 from tests.unit.store.test_jobs import read, submit, take
+from tests.unit.store.test_parents import parts, submit_build
 
 YEAR_S = 366 * 86_400.0
 METRICS: dict[str, object] = {"release": "tiny", "version": 1}
@@ -39,6 +40,19 @@ def test_a_job_of_the_wrong_time_is_due_and_a_lost_lease_ends(
     assert claims.sweep(db).requeued == 2
     assert read(db, lost).state == "queued"
     assert pull_back(db) == 0
+
+
+def test_a_part_that_waits_for_another_waits_for_no_year(db: Database, tenant_id: str, clock: Clock) -> None:
+    build = submit_build(db, tenant_id, attempts=2)
+    clock.forward(YEAR_S)
+    mask = take(db)
+    assert mask.kind == "mask"
+    with db.write() as session:
+        claims.fail(session, mask, error={"type": "T", "message": "no hub"}, retryable=True)
+    clock.forward(-YEAR_S)
+    pull_back(db)
+    clock.forward(10)
+    assert {take(db).job_id for _ in range(2)} == {part.id for part in parts(db, build).values()}
 
 
 def test_who_was_served_by_the_wrong_time_is_served_again(db: Database, tenant_id: str, clock: Clock) -> None:
