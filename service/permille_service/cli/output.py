@@ -103,7 +103,9 @@ def watch(client: "Client", output: Output, job_id: str) -> dict[str, Any]:
         error = job["error"] or {}
         message = f"job {job_id} {job['state']}: {error.get('message', 'no error')}"
         if error.get("retryable"):
-            message += f" To try again, keeping what is done: `permille jobs retry {job_id}`."
+            # A part is retried with its job.
+            again = f"permille jobs retry {job['parent_id'] or job_id}"
+            message = f"{message.rstrip('.')}. To try again, keeping what is done: `{again}`."
         raise CommandError(message, Exit.FAILED, {"job": job})
     return job
 

@@ -367,15 +367,23 @@ def test_ctrl_c_ends_the_waiting_and_says_that_the_job_runs_on() -> None:
     assert ended.value.code == 130
 
 
+@pytest.mark.parametrize("message", ["mask m: Cannot reach the hub.", "worker w stopped renewing its lease"])
+@pytest.mark.parametrize("parent", [None, "build"])
 @pytest.mark.parametrize(("state", "retryable"), [("dead", True), ("failed", False)])
-def test_a_job_that_may_succeed_later_is_told_with_its_retry(state: str, retryable: bool) -> None:
-    error = {"message": "mask m: Cannot reach the hub.", "retryable": retryable}
-    client: Any = SimpleNamespace(
-        events=lambda _job_id: iter(()), get=lambda _path: {"state": state, "error": error}
-    )
-    with pytest.raises(CommandError, match=rf"^job j {state}: mask m: Cannot reach the hub\.") as ended:
+def test_a_job_that_may_succeed_later_is_told_with_its_retry(
+    state: str, retryable: bool, parent: str | None, message: str
+) -> None:
+    error = {"message": message, "retryable": retryable}
+    job = {"state": state, "error": error, "parent_id": parent}
+    client: Any = SimpleNamespace(events=lambda _job_id: iter(()), get=lambda _path: job)
+    with pytest.raises(CommandError) as ended:
         watch(client, output(), "j")
-    assert ("`permille jobs retry j`" in str(ended.value)) == retryable
+    told = f"job j {state}: {message}"
+    if retryable:
+        # The service refuses to retry a part.
+        again = f"permille jobs retry {parent or 'j'}"
+        told = f"{told.rstrip('.')}. To try again, keeping what is done: `{again}`."
+    assert str(ended.value) == told
 
 
 def test_a_pipe_gets_a_line_of_progress_twice_a_minute() -> None:
