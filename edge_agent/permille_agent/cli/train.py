@@ -190,7 +190,7 @@ def train(
 
     Your text is divided into three parts. The first part trains, the second selects the best state, and the
     third judges it. The new model is adopted only if it is surely better on the third part. Otherwise the
-    model in use stays, and the exit code is 7. A text of 1,000 to 5,400 tokens is judged part by part.
+    model in use stays, and the exit code is 7. A text of 700 to 5,400 tokens is judged part by part.
     From less text, only a memory is made, which is not tested. The trained change is weakened until the loss
     on general text rises by at most --keep-general. It is also weakened until the model answers the general
     questions that the base answers correctly. Stop the training with Ctrl-C. The same command resumes it.

@@ -233,7 +233,8 @@ def decide_untested(run: Run, incumbent: Active) -> Decision:
             incumbent=incumbent,
             number=0,
             adopted=adopted,
-            reason=f"{told}: {tokens} tokens are too few to train and test a state ({LITTLE_TOKENS})",
+            reason=f"{told}: {tokens} tokens are too few to train and test a state. "
+            f"This needs {LITTLE_TOKENS}, and some more in long paragraphs",
             loss_base=None,
             bits_per_byte_base=None,
             strength=0,

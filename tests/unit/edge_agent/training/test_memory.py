@@ -430,6 +430,15 @@ def test_a_text_that_is_too_short_for_a_test_becomes_a_memory(device: Device, tm
         assert short.outcome is Outcome.REFUSED_DATA
 
 
+def test_a_paragraph_that_is_too_long_for_a_test_is_not_told_that_its_tokens_suffice(
+    device: Device, tmp_path: Path
+) -> None:
+    device.text.write_text(" ".join(sentences(30, seed=30)))
+    told = train(device).message
+    assert "753 tokens are too few" in told
+    assert told.endswith("This needs 700, and some more in long paragraphs")
+
+
 @pytest.mark.parametrize(
     ("rows", "changes"),
     [(20, {"memory": 0}), (20, {"share_state": True}), (20, {"engine_of": bigram_engine}), (3, {})],
