@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from permille.choices import EstimatorKind
+from permille.engines.gguf import export as gguf
 from permille.engines.interface import remembering
 from permille.engines.sampling import TokenSampling
 from permille.errors import InputError, PackageError
 from permille.exits import ExitCode
+from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 from permille.training.strength import Strength
 from permille.trust.roles import Training
@@ -35,7 +38,7 @@ from permille_agent.state.models import reset, rollback
 from permille_agent.text.tokens import TokenizedDocument
 from permille_agent.training import evaluation
 from permille_agent.training import parts as chosen_parts
-from permille_agent.training.decision import Decision
+from permille_agent.training.decision import Decision, known_losses
 from permille_agent.training.engines import RunInterrupted, interruptible
 from permille_agent.training.memory import Part, memory_share, memory_tokens
 from permille_agent.training.options import TrainOptions, options_for
@@ -151,6 +154,34 @@ def test_a_state_is_weaker_beside_a_memory_of_its_text(
     # The memory is made again with the state that stands beside it.
     assert train(device, **gradient, steps=30).outcome is Outcome.ADOPTED
     assert personal_memory(device.home, device.active(), device.package) is not None
+
+
+def test_a_model_with_a_memory_is_compared_and_exported_as_in_use(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chosen_parts, "memory_share", lambda *_: 1.0)
+    gradient = {"estimator": EstimatorKind.GRADIENT, "queries": 0, "batch_rows": 2, "rate_scale": TINY_RATE}
+    result = train(device, **gradient, steps=20)
+    assert decision_of(result).part is Part.BOTH
+    written, export_gguf = [], gguf.export_gguf
+
+    def export(package: Package, values_K: NDArray[np.float32], *more: Any, **options: Any) -> Any:
+        written.append(values_K)
+        return export_gguf(package, values_K, *more, **options)
+
+    monkeypatch.setattr(gguf, "export_gguf", export)
+    for number, more in enumerate(((), ("--memory-text",))):
+        line = ["export", str(tmp_path / str(number)), "--format", "gguf", "--type", "f32", *more]
+        assert cli.main(["--home", str(device.home.root), *line]) == 0
+    with LocalModel(device.home, RememberingBigramEngine) as model:
+        for variant in (Variant.PERSONAL, Variant.PERSONAL_WITHOUT_MEMORY):
+            np.testing.assert_array_equal(written.pop(), model.values(variant))
+    # The next run measures the model in use on the same rows as the run that has made it.
+    second = train(device, **gradient, steps=20, seed=1)
+    judged = known_losses(folder_of(device, result), "both")
+    active = known_losses(folder_of(device, second), "active")
+    assert judged is not None and active is not None
+    np.testing.assert_array_equal(active.nats_D, judged.nats_D)
 
 
 @pytest.mark.parametrize(
