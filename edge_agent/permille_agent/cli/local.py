@@ -374,7 +374,7 @@ def export(
     as a small file that llama.cpp loads beside the model (llama-cli --lora). --format peft does this for
     peft. --format executorch needs torch and ExecuTorch's exporter. The export is personal data. It has no
     memory, because other programs cannot load one. With --memory-text, the Modelfile has the text of the
-    memory as the system message.
+    memory as the system message, and your changes are as weak as they are beside the memory.
     """
     from permille.engines.export import export_transformers
     from permille.package.blobs import BlobFolder
