@@ -305,12 +305,12 @@ def privacy(bench: Bench) -> None:
 
 def computation(bench: Bench) -> None:
     """Measure curves of gain over row passes, with the rate of each method tuned."""
-    for seed in range(3):
-        for split in (Division.SST2_DIRICHLET, Division.TWEETS_PERSON):
+    for split in (Division.SST2_DIRICHLET, Division.TWEETS_PERSON):
+        for seed in range(3):
             for name, method in computing.CONTENDERS.items():
                 kind = _KIND[split]
                 settings: Settings = {"method": name, "rounds": computing.ROUNDS}
-                other = bench.clients(kind, _TUNING_DEVICES, turn=1)
+                other = bench.clients(kind, computing.COHORT, turn=1)
                 rate = bench.cells.once(
                     "computation rate",
                     {**settings, "split": kind.value},

@@ -31,7 +31,7 @@ def tables(results: Path) -> dict[str, str]:
         "people": markdown(_people(cells.of("people"))),
         "attackers": markdown(_attackers(cells.of("attackers"))),
         "privacy": markdown(_privacy(cells.of("privacy"))),
-        "computation": markdown(_computation(cells)),
+        "computation": markdown(_computation(cells)) or "Not measured yet.",
     }
 
 
