@@ -239,7 +239,8 @@ bench-sparse: $(VENV)/.native  ## Compare ways to make a model sparse (needs PER
 bench-federation: $(VENV)/.native  ## Compare rounds by method, text, attack and noise (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.federation
 
-bench-paper: $(VENV)/.native smollm2  ## Repeat the sensitive-sparse paper's accuracies on SmolLM2 (days, resumable; needs PERMILLE_DATA)
+bench-paper: $(VENV)/.native smollm2  ## Repeat the sensitive-sparse paper's accuracies on SmolLM2 (hours, resumable; needs PERMILLE_DATA)
+	$(BIN)/python -m permille_lab.evidence.coverage
 	$(BIN)/python -m permille_lab.evidence.paper
 
 oracle-pruning: $(VENV)/.native  ## Compare our pruning with llm-compressor's, installed in .oracle (needs PERMILLE_MODELS)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from permille_lab.evaluate.outcomes import Json
+from permille_lab.evaluate.results import read_results
 from permille_lab.evidence.claims import Row, verdicts
 from permille_lab.evidence.coverage import coverage_tables
 from permille_lab.evidence.paper import MODEL, planned
@@ -63,6 +64,7 @@ def tables(results: Path) -> dict[str, str]:
         "verdicts": markdown(compared) or "No comparison has cells of both methods yet.",
         "decided": f"{len(decided)} of {len(CLAIMS)}",
         "tuned": markdown(_tuned(records)) or "No tuned run is finished.",
+        "searches": markdown(_searches(folder)) or "No search is finished.",
         "references": markdown(_plain(records, "references")),
         "untuned": markdown(_plain(records, "untuned")),
         "lacking": _lacking(records),
@@ -107,6 +109,26 @@ def _tuned(records: Sequence[Json]) -> list[dict[str, str]]:
                         **_scores(own),
                     }
                 )
+    return rows
+
+
+def _searches(folder: Path) -> list[dict[str, str]]:
+    """Return the validation losses of each search, by step factor."""
+    rows = []
+    for unit in planned(Path(MODEL)):
+        path = folder / f"{unit.name}.jsonl"
+        found = read_results(path).tunings.values() if unit.stage == "tuned" and path.exists() else ()
+        for tuning in found:
+            _, base, method, task = tuning["key"].split("/")
+            losses = {
+                unit.choices["grid_middle"] * unit.choices["grid_factor"] ** int(power): loss
+                for power, loss in tuning["losses"].items()
+            }
+            told = {
+                f"{factor:g}": "" if loss is None else f"{loss:.2f}"
+                for factor, loss in sorted(losses.items())
+            }
+            rows.append({"method": method, "task": f"{task}, {base}", **told})
     return rows
 
 
