@@ -53,7 +53,7 @@ from permille_agent.training.evaluation import (
     summed,
 )
 from permille_agent.training.evidence import GROUP_TOKENS, Comparison, compare_losses, merged
-from permille_agent.training.memory import Part, remembers
+from permille_agent.training.memory import Part, memory_share, remembers
 from permille_agent.training.parts import Candidates, Model, Parts, ScaledState, choose_parts
 from permille_agent.training.run import LearnedText, Run, RunFolder, finite_or_none
 from permille_agent.training.steps import SelectedState, Stop
@@ -214,8 +214,10 @@ def decide_untested(run: Run, incumbent: Active) -> Decision:
     def decide() -> Decision:
         parts = choose_parts(run, Candidates(run), lambda _: math.nan)
         adopted = parts.chosen is Part.MEMORY
+        prepared = run.prepared
+        is_whole = memory_share(prepared.read, prepared.separator, run.options.memory) == 1
         told = (
-            "the model remembers this text word by word. It is untested"
+            f"the model remembers {'' if is_whole else 'the end of '}this text word by word. It is untested"
             if adopted
             else f"it would {parts.fault}"
         )

@@ -435,6 +435,7 @@ def test_a_text_that_is_too_short_for_a_test_becomes_a_memory(device: Device, tm
     result, again = train(device), train(device)
     decision, metrics = decision_of(result), result.metrics
     assert result.outcome is Outcome.ADOPTED
+    assert "remembers the end of this text word by word" in result.message
     assert "It is untested: 518 tokens are too few" in result.message
     assert (again.run, again.known) == (result.run, True)
     assert decision.part is Part.MEMORY
