@@ -508,6 +508,7 @@ def _read_line() -> str | None:
 
 def _render_comparison(console: Console, result: "SideBySide") -> None:
     from permille_agent.local.compare import first_token_words
+    from permille_agent.training.parts import general_words
 
     losses, pooled = result.losses, result.losses.pooled
     console.print(f"measured on: {losses.text}", highlight=False)
@@ -522,13 +523,15 @@ def _render_comparison(console: Console, result: "SideBySide") -> None:
         ),
     ):
         table.add_row(name, *(f"{number:.4f}" for number in measured if number is not None))
-    console.print(table)
-    console.print(f"improvement on the base: {losses.improvement}", highlight=False)
-    general = losses.general
-    words = "not measured, because the package has no reference text" if general is None else str(general)
+    # An untested memory has no losses.
+    if losses.base is not None:
+        console.print(table)
+    if losses.improvement is not None:
+        console.print(f"improvement on the base: {losses.improvement}", highlight=False)
+    words = general_words(losses.general, losses.parts)
     console.print(f"loss on general text: {words}", highlight=False)
     if losses.parts is not None:
-        console.print(f"state and memory: {losses.parts.words(general)}", markup=False, highlight=False)
+        console.print(f"state and memory: {losses.parts.words()}", markup=False, highlight=False)
     if words := first_token_words(result.first_token_s):
         console.print(f"time to the first token: {words}", highlight=False)
     if losses.improvement_on_pooled is not None:

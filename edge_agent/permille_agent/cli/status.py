@@ -51,6 +51,9 @@ class Status:
         self.pooled = active is not None and self._read(lambda: carries_pooled(home, active.package), False)
         self.active_trains = self._trains(active.package if active else None)
         in_use = RunFolder(home.runs / active.run) if active and active.run else None
+        self.active_decision = self._read(lambda: in_use.load("decision", Decision) if in_use else None, None)
+        # A memory is erased together with its text.
+        self.has_memory = in_use is not None and in_use.memory.exists()
         self.active_outcome = self._read(lambda: in_use.load("outcome", RunOutcome) if in_use else None, None)
         self.trains = self._trains(release.manifest_digest if release else None)
         self.data: tuple[Path, ...] = self._read(lambda: read_references(home), ())
@@ -88,6 +91,7 @@ class Status:
     def document(self) -> dict[str, object]:
         """Return the status as one JSON document."""
         release, active, daemon = self.release, self.active, self.daemon
+        chosen, decision = self.active_decision, self.decision
         # All keys are always present. A value that does not exist yet is null.
         return {
             "home": str(self.home.root),
@@ -106,6 +110,9 @@ class Status:
                 "personal": active.run is not None,
                 "pooled": active.run is None and self.pooled,
                 "trains": self.active_trains,
+                "part": chosen and chosen.part.value,
+                "has_memory": self.has_memory,
+                "tested": chosen and chosen.number > 0,
                 "metrics": self.active_outcome and as_json(self.active_outcome.metrics),
             },
             "data": [str(path) for path in self.data],
@@ -119,6 +126,9 @@ class Status:
                 "outcome": self.outcome.metrics.outcome.value if self.outcome else "unfinished",
                 "learn": self.learn and self.learn.value,
                 "text": self.outcome and self.outcome.data.summary(),
+                # Those of the chosen model. The metrics of a report have the loss of the state alone.
+                "loss_base": decision and decision.loss_base,
+                "loss_personal": decision and decision.loss_personal,
                 "metrics": self.outcome and as_json(self.outcome.metrics),
             },
             "reports": {
@@ -188,7 +198,11 @@ class Status:
         if self.active is None:
             return "nothing yet"
         if self.active.run:
-            return f"personal, run {self.active.run}"
+            words, chosen = f"personal, run {self.active.run}", self.active_decision
+            if chosen is None:
+                return words
+            words += f": {chosen.part.words}{'' if chosen.number else ', untested'}"
+            return words + ", but the memory was erased" * (chosen.part.has_memory and not self.has_memory)
         return "the pooled model" if self.pooled else "the base model"
 
     def _run_words(self) -> str:
@@ -198,12 +212,14 @@ class Status:
         if metrics is None:
             # `progress` exists only while a process trains: a run, or a round.
             return "unfinished" if self.progress else "unfinished: the same `train` command resumes it"
-        words = outcome_words(metrics.outcome, self.decision)
-        if metrics.loss_base is None or metrics.loss_personal is None:
+        words, decision = outcome_words(metrics.outcome, self.decision), self.decision
+        if decision is not None and decision.adopted and not decision.number:
+            return f"{words}, untested"
+        if decision is None or decision.loss_base is None or decision.loss_personal is None:
             return words
-        words = f"{words}, loss {metrics.loss_base:.3f} -> {metrics.loss_personal:.3f}"
-        decision = self.decision
-        if decision is not None and decision.strength < EIGHTHS:
-            words = f"{words}, with {strength_words(decision.strength, decision.fault)}"
+        words = f"{words}, loss {decision.loss_base:.4f} -> {decision.loss_personal:.4f}"
+        if decision.part.has_state and decision.strength < EIGHTHS:
+            alone = "with" if decision.parts is None else "the state alone with"
+            words = f"{words}, {alone} {strength_words(decision.strength, decision.fault)}"
         # Only a text that is long enough for three splits has a select split.
         return words if metrics.select_tokens else f"{words} (little text, judged part by part)"

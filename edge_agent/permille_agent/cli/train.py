@@ -316,6 +316,7 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
 def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool) -> None:
     from permille_agent.training.evaluation import strength_words
     from permille_agent.training.outcome import outcome_words
+    from permille_agent.training.parts import general_words
 
     if result.known:
         adopted = result.outcome.value == "adopted"
@@ -346,18 +347,18 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
     if decision.against_active is not None:
         active = "the pooled model" if decision.pooled else "the active model"
         table.add_row(f"against {active}", str(decision.against_active))
-    table.add_row("measured on", decision.rows)
-    if decision.general is not None:
-        table.add_row("general loss", str(decision.general))
-    elif decision.against_base is not None:
-        table.add_row("general loss", "not measured, because the package has no reference text")
+    if decision.rows:
+        table.add_row("measured on", decision.rows)
+    if decision.general is not None or decision.against_base is not None:
+        table.add_row("general loss", general_words(decision.general, decision.parts))
     if decision.answers:
         table.add_row("asked", "; ".join(answer.prompt for answer in decision.answers))
     if decision.parts is not None:
-        table.add_row("memory", decision.parts.words(decision.general))
+        table.add_row("memory", decision.parts.words())
     if decision.general is not None or decision.answers:
         table.add_row("strength", strength_words(decision.strength, decision.fault))
-    table.add_row("steps", f"{decision.step} of {decision.steps} used")
+    if decision.steps:
+        table.add_row("steps", f"{decision.step} of {decision.steps} used")
     table.add_row("time", f"{metrics.seconds:.0f} s")
     table.add_row("peak memory", f"{metrics.peak_rss_bytes / 2**20:.0f} MiB")
     if metrics.personal_bytes:

@@ -69,7 +69,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
     end = folder.require("outcome", RunOutcome)
     decision = folder.load("decision", Decision)
     by_parts = folder.load("learned", LearnedText) is not None
-    gain = _gain(decision, by_parts=by_parts)
+    gain = _gain(decision)
     written, no_samples = None, ""
     # An untested memory has no gain. Its text is shown, too.
     if gain is not None or (decision is not None and decision.adopted):
@@ -87,6 +87,11 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
         message=end.message,
         in_use=active is not None and active.run == folder.name,
         gain=gain,
+        by_parts=by_parts,
+        adopted=decision is not None and decision.adopted,
+        eighths=decision.strength if decision else 0,
+        part=decision.part if decision else None,
+        with_memory=decision.parts.general if decision and decision.parts else None,
         general=decision.general if decision else None,
         answers=decision.answers if decision else (),
         memory=_memory(folder, decision),
@@ -116,7 +121,7 @@ def show_run(home: Home, name: str | None, engine_of: OpenEngine) -> Path:
 def _memory(folder: RunFolder, decision: Decision | None) -> str:
     if decision is None or decision.parts is None:
         return ""
-    words = decision.parts.words(decision.general)
+    words = decision.parts.words()
     gone = decision.adopted and decision.part.has_memory and not folder.memory.exists()
     return words + "; the memory was erased together with its text" * gone
 
@@ -125,9 +130,8 @@ def _losses_of_parts(decision: Decision | None) -> list[tuple[str, str, bool]]:
     """Return the name of each part, its loss, and whether it was chosen. Empty if nothing was measured."""
     if decision is None or decision.parts is None:
         return []
-    names = {Part.BASE: "base model", Part.BOTH: "state and memory"}
     return [
-        (names.get(part, part.value), f"{loss:.4f}", part is decision.parts.chosen)
+        ("base model" if part is Part.BASE else part.words, f"{loss:.4f}", part is decision.parts.chosen)
         for part, loss in decision.parts.losses.items()
         if loss is not None
     ]
@@ -151,11 +155,11 @@ def _run(home: Home, name: str | None) -> RunFolder:
     return ended[-1]
 
 
-def _gain(decision: Decision | None, *, by_parts: bool) -> Mapping[str, Any] | None:
+def _gain(decision: Decision | None) -> Mapping[str, Any] | None:
     """Return the numbers of the judgement for the page.
 
-    `percent` is the growth of the probability of the next token, as a geometric mean. With `by_parts`, the
-    losses are those of states that were trained on earlier parts of the text, not those of the final state.
+    `percent` is the growth of the probability of the next token, as a geometric mean. The
+    losses of a short text are those of states that were trained on its earlier parts, not of the final state.
     """
     if decision is None or decision.loss_base is None or decision.loss_personal is None:
         return None
@@ -170,7 +174,6 @@ def _gain(decision: Decision | None, *, by_parts: bool) -> Mapping[str, Any] | N
         "sure": decision.against_base,
         "beside": decision.against_active,
         "beside_name": "the pooled model" if decision.pooled else "the model in use before",
-        "by_parts": by_parts,
     }
 
 

@@ -40,6 +40,11 @@ class Part(StrEnum):
         """Return whether the model has a memory."""
         return self in (Part.MEMORY, Part.BOTH)
 
+    @property
+    def words(self) -> str:
+        """Return the name of the parts for the user."""
+        return "state and memory" if self is Part.BOTH else self.value
+
 
 def memory_tokens(
     documents: Sequence[TokenizedDocument], separator: Sequence[int], most: int

@@ -60,15 +60,10 @@ class Parts:
     strength: int = 0
     state_digest: str | None = None
 
-    def words(self, off: GeneralLoss | None = None) -> str:
-        """Describe the choice and what it was made from, in nats per token.
-
-        Args:
-            off: losses on general text with the memory off.
-        """
+    def words(self) -> str:
+        """Describe the choice and what it was made from, in nats per token."""
         finite = [f"{part.value} {loss:.4f}" for part, loss in self.losses.items() if loss is not None]
-        names = {Part.BASE: "nothing", Part.BOTH: "state and memory"}
-        words = names.get(self.chosen, self.chosen.value)
+        words = "nothing" if self.chosen is Part.BASE else self.chosen.words
         words += f", chosen by the losses: {', '.join(finite)}" if finite else ", untested"
         if self.fault:
             words += f"; {'a better one' if self.chosen.has_memory else 'a memory'} would {self.fault}"
@@ -76,9 +71,23 @@ class Parts:
             words += f"; the memory has {self.tokens} positions"
         if self.strength:
             words += f", and {self.strength}/{EIGHTHS} of what was trained are kept beside it"
-        if self.general is not None and off is not None and off.loss is not None:
-            words += f"; general loss with it {self.general:.4f} ({self.general - off.loss:+.4f})"
+        if self.general is not None:
+            words += f"; general loss with it {self.general:.4f}"
         return words
+
+
+def general_words(off: GeneralLoss | None, parts: Parts | None) -> str:
+    """Describe the loss on general text with the memory off, or say why it was not measured.
+
+    Args:
+        off: losses of the base and of the state alone.
+        parts: choice among state and memory. None if the run made no memory.
+    """
+    if off is not None:
+        return f"{off}{'' if parts is None else ', with the state alone'}"
+    if parts is not None and not parts.chosen.has_state:
+        return "that of the base with the memory off, because the model has no state"
+    return "not measured, because the package has no reference text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -152,7 +161,8 @@ class Candidates:
         self, part: Part, values_K: NDArray[np.float32], read: tuple[TokenizedDocument, ...]
     ) -> bytes:
         if (part, id(read)) not in self._memories:
-            self._run.progress.phase("reading the text into a memory")
+            if not self._memories:
+                self._run.progress.phase("reading the text into a memory")
             # The digest of a state that only judges a part of a short text is never compared.
             digest = self._states[part].digest
             self._memories[part, id(read)] = make_memory(self._run, values_K, digest, read)
@@ -178,7 +188,7 @@ def _choose(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) 
         order = sorted(found, key=lambda part: found[part] if math.isfinite(found[part]) else math.inf)
     chosen, fault, general = Part.BASE, "", None
     for part in order:
-        found_fault = _fault(run, candidates.whole(part)) if part.has_memory else ""
+        found_fault = _fault(run, candidates.whole(part), told=bool(fault)) if part.has_memory else ""
         if not found_fault:
             chosen = part
             break
@@ -200,9 +210,13 @@ def _choose(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) 
     )
 
 
-def _fault(run: Run, model: Model) -> str:
-    """Return what a model does to an answer of the base, or "" if it keeps all of them."""
-    run.progress.phase("asking general questions, with the memory")
+def _fault(run: Run, model: Model, *, told: bool) -> str:
+    """Return what a model does to an answer of the base, or "" if it keeps all of them.
+
+    With `told`, the phase is not named again.
+    """
+    if not told:
+        run.progress.phase("asking general questions, with the memory")
     with closing(package_tokenizer(run.package)) as tokenizer:
         base = run.folder.once(
             "answers-base", BaseAnswers, lambda: base_answers(run.engine, run.w_base_K, tokenizer)

@@ -101,6 +101,9 @@ def test_enroll_pull_status_tell_what_they_did(
         "run": None,
         "personal": False,
         "pooled": False,
+        "part": None,
+        "has_memory": False,
+        "tested": None,
         "metrics": None,
     }
     assert document["reports"] == {"pending": 0, "refused": [], "uploaded_logs": []}

@@ -9,6 +9,7 @@ import pytest
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
+from permille.schemas.runs import Outcome
 from permille_agent.cli import main as cli
 from permille_agent.link.extension import AgentExtension
 from permille_agent.local import show
@@ -77,7 +78,8 @@ def test_general_loss_stands_above_the_gain(tmp_path: Path, monkeypatch: pytest.
     page = _page(home)
     told = f"{result.decision.general.rise:+.4f} nats per token"
     assert page.index("loss of the base model is\n2.0000") < page.index(told) < page.index("more chance")
-    assert "This model keeps all of what was trained." in page
+    assert result.outcome is Outcome.KEPT_BASE
+    assert "The state alone may keep all of what was trained." in page
     assert "No answers were compared" in page
 
 

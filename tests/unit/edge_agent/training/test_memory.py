@@ -1,9 +1,12 @@
 """Runs that make a memory: the choice of its parts, its file, and its life beside the state."""
 
+import io
 import json
+import re
 import stat
 import threading
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from permille.schemas.runs import Outcome
 from permille.training.strength import Strength
 from permille.trust.roles import Training
 from permille_agent.cli import main as cli
+from permille_agent.cli.status import Status
 from permille_agent.link.forget import forget, forget_memories
 from permille_agent.local.compare import (
     compare,
@@ -34,20 +38,24 @@ from permille_agent.local.compare import (
 from permille_agent.local.model import LocalModel, Sampling, Variant
 from permille_agent.local.replies import variant_of
 from permille_agent.local.show import show_run
+from permille_agent.state.home import write_record
 from permille_agent.state.models import reset, rollback
 from permille_agent.text.tokens import TokenizedDocument
 from permille_agent.training import evaluation
 from permille_agent.training import parts as chosen_parts
-from permille_agent.training.decision import Decision, known_losses
-from permille_agent.training.engines import RunInterrupted, interruptible
+from permille_agent.training.decision import Decision, DecisionCount, known_losses
+from permille_agent.training.engines import EngineChoice, RunInterrupted, interruptible
 from permille_agent.training.memory import Part, memory_share, memory_tokens
 from permille_agent.training.options import TrainOptions, options_for
 from permille_agent.training.outcome import RunResult
+from permille_agent.training.parts import general_words
 from permille_agent.training.personal import personal_memory
 from permille_agent.training.run import BegunRun, RunFolder
 from tests.bigram_engine import RememberingBigramEngine, bigram_engine
 from tests.packages import sentences
 from tests.unit.edge_agent.runs import TINY_RATE, Device, Killed, device_at, user_text
+from tests.unit.edge_agent.training.test_general import GRADIENT, measured_by
+from tests.unit.edge_agent.training.test_plan import Told
 
 
 @pytest.fixture
@@ -513,3 +521,99 @@ def test_exports_say_that_the_memory_stays_behind(
         assert model.memory_text()[:40] in (tmp_path / "told/Modelfile").read_text()
     refused = ["--home", str(device.home.root), "export", str(tmp_path / "no"), "--memory-text"]
     assert cli.main(refused) == 3
+
+
+def run_command(device: Device, *arguments: str) -> str:
+    """Return the output of a command with the engine of these tests."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(EngineChoice, "__call__", lambda _self, package: RememberingBigramEngine(package))
+        with redirect_stdout(io.StringIO()) as out:
+            code = cli.main(["--home", str(device.home.root), *arguments])
+    assert code == 0, out.getvalue()
+    return out.getvalue()
+
+
+def test_commands_say_of_an_untested_memory_only_what_was_measured(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured_by(monkeypatch, device.package.values())
+    device = replace(device, text=user_text(tmp_path, 20))
+    (tmp_path / "more.txt").write_text("\n\n".join(sentences(20, seed=4)))
+    texts = str(device.text), "--data", str(tmp_path / "more.txt")
+    trained = run_command(device, "train", str(device.text), "--row-tokens", "32")
+    assert not re.search(r"^ *(measured on|steps|held-out loss)", trained, re.MULTILINE)
+    for side in (run_command(device, "compare"), run_command(device, "compare", "--data", *texts)):
+        assert "no reference text" not in side
+        assert "loss on general text: that of the base with the memory off" in side
+        assert "general loss with it 2.0000" in side
+    side = run_command(device, "compare")
+    assert "loss per token" not in side
+    assert "None" not in side
+    assert "untested" in side
+    status = Status(device.home)
+    shown = dict(status._rows())
+    assert shown["active"].endswith(": memory, untested")
+    assert shown["last run"] == "adopted your new model, untested"
+    active = status.document()["active"]
+    assert isinstance(active, dict)
+    assert (active["part"], active["has_memory"], active["tested"]) == ("memory", True, False)
+    page = show_run(device.home, None, RememberingBigramEngine).read_text()
+    assert "no state of this run was judged" not in page
+    assert "Nothing" not in page
+    assert "The model remembers your text word by word. This is untested" in page
+    assert "With the memory on, the loss on general text is <strong>2.0000</strong>" in page
+    RunFolder(device.home.runs / (device.active().run or "")).memory.unlink()
+    assert dict(Status(device.home)._rows())["active"].endswith("untested, but the memory was erased")
+
+
+def test_status_shows_the_losses_of_the_chosen_model(device: Device) -> None:
+    decision = decision_of(train(device))
+    status = Status(device.home)
+    told = f"loss {decision.loss_base:.4f} -> {decision.loss_personal:.4f}"
+    assert told in dict(status._rows())["last run"]
+    assert dict(status._rows())["active"].endswith(f": {decision.part.words}")
+    last = status.document()["last_run"]
+    assert isinstance(last, dict)
+    assert (last["loss_base"], last["loss_personal"]) == (decision.loss_base, decision.loss_personal)
+
+
+def test_a_memory_without_a_state_is_not_called_weakened(device: Device) -> None:
+    # No step at all: no state is judged, and the package's reference text is not read.
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        measured_by(monkeypatch, device.package.values())
+        result = train(device, rate_scale=1e-30)
+    decision = decision_of(result)
+    assert (decision.part, decision.general) == (Part.MEMORY, None)
+    assert dict(Status(device.home)._rows())["last run"].endswith(f" -> {decision.loss_personal:.4f}")
+    assert "because the model has no state" in general_words(decision.general, decision.parts)
+    page = show_run(device.home, None, RememberingBigramEngine).read_text()
+    assert "carries no general text" not in page
+    assert "is a memory, without a trained state" in page
+
+
+def test_the_page_of_a_rejected_run_does_not_call_its_model_kept(device: Device) -> None:
+    write_record(device.home.decisions, DecisionCount(decisions=10**9))
+    device.text.write_text("\n\n".join(sentences(60, seed=3)))  # judged part by part
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        measured_by(monkeypatch, device.package.values())
+        decision = decision_of(train(device, keep_general=100, **GRADIENT))
+    assert not decision.adopted
+    assert decision.parts is not None and decision.parts.general is not None
+    assert decision.general is not None and decision.general.loss is not None
+    page = show_run(device.home, None, RememberingBigramEngine).read_text()
+    assert "Kept the base model" in page
+    assert "This model keeps" not in page
+    assert "The model that is kept" not in page
+    assert "No answers were compared: the base model gave no right ones." in page
+    assert f"with the memory off, is <strong>{decision.general.loss:.4f}</strong>" in page
+    assert f"With the memory on, the loss on general text is <strong>{decision.parts.general:.4f}<" in page
+
+
+@pytest.mark.parametrize("count", [20, 60, 320])
+def test_reading_a_text_into_memories_is_told_once(device: Device, tmp_path: Path, count: int) -> None:
+    told = Told()
+    train(replace(device, text=user_text(tmp_path, count)), progress=told, **GRADIENT)
+    assert sum("memory" in phase for phase in told.phases) == len(
+        {phase for phase in told.phases if "memory" in phase}
+    )
+    assert told.phases.count("reading the text into a memory") == 1

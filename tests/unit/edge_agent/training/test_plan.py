@@ -52,7 +52,7 @@ def test_a_minute_on_a_slow_machine_makes_one_step_at_least() -> None:
     assert budget_of_time(60.0, step_s=50.0, evaluation_s=20.0, judgement_s=100.0).steps == 1
 
 
-class _Told:
+class Told:
     """A progress display that records the phases."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def test_a_run_of_so_many_steps_has_no_forecast(package: Package, tmp_path: Path
 
 
 def test_the_forecast_is_told_before_the_first_step(package: Package, tmp_path: Path) -> None:
-    told = _Told()
+    told = Told()
     run = run_of(
         package, BigramEngine(package), user_text(tmp_path), tmp_path / "runs/a", steps=None, minutes=0.05
     )

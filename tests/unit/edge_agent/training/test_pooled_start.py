@@ -87,6 +87,7 @@ def test_without_a_state_of_its_own_a_device_runs_the_pooled_one(device: Device)
     assert status.document()["active"] == {
         "package": device.package.digest, "run": None, "personal": False, "pooled": True,
         "trains": device.package.manifest.trains, "metrics": None,
+        "part": None, "has_memory": False, "tested": None,
     }  # fmt: skip
     assert dict(status._rows())["active"] == "the pooled model"
 
