@@ -75,9 +75,10 @@ def run(request: Request, shown: Shown) -> dict[str, Any]:
         is_new = _train(request, home, shown)
         last = list_runs(home)[-1].require("outcome", RunOutcome)
         if not is_new:
+            loss = last.metrics.loss_personal  # None if even an eighth of the state cost too much
             say(
-                f"   This training ({last.metrics.loss_personal:.3f}) was not surely better than the model "
-                "that an earlier training on this text made. The result is that earlier model."
+                f"   This training{'' if loss is None else f' ({loss:.3f})'} was not surely better than the "
+                "model that an earlier training on this text made. The result is that earlier model."
             )
         shown.begin(Part.EXPORT, f"writing {request.out}")
         try:
