@@ -241,6 +241,8 @@ def test_children_inherit_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"PATH" in printed and b"secret" not in printed
     child = Sandbox()
     child.start()
-    held = Path(f"/proc/{child._child.pid if child._child else 0}/environ").read_bytes()
+    environ, held = Path(f"/proc/{child._child.pid if child._child else 0}/environ"), b""
+    while not held:  # a child whose program is only being loaded shows nothing yet
+        held = environ.read_bytes()
     child.close()
     assert b"PATH=" in held and b"secret" not in held

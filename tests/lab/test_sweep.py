@@ -254,7 +254,8 @@ def test_tuning_seeds_are_others_and_reported_runs_alone_begin_anew(
         trained = getattr(cells, name)
 
         def run(*given: Any) -> Trained:
-            runs.append((name, given[-1].seed, given[-1].step_factor))
+            recipe = given[3]
+            runs.append((name, recipe.seed, recipe.step_factor))
             found: Trained = trained(*given)
             return found
 
