@@ -174,7 +174,9 @@ def test_tokenizer_and_template_come_back(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_tensors_and_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_tensors_and_tokens_are_those_of_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # transformers' loader omits a Llama's biases.
@@ -182,6 +184,8 @@ def test_tensors_and_tokens_are_those_of_transformers(family: str, tmp_path: Pat
     package = exported_package(tmp_path / "blobs", family, changes=changes)
     path, folder = written(package, tmp_path / "export"), tmp_path / "folder"
     converted(path, folder)
+    # transformers looks for the file in the current folder first, and the README puts a model.gguf there.
+    monkeypatch.chdir(path.parent)
     theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = theirs.state_dict()
