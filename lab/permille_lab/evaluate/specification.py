@@ -154,7 +154,7 @@ class Sweep(BaseModel):
             (bool({Base.AUTO_ROUND_INT4} & set(self.bases)), "auto_round"),
         ):
             if needed and importlib.util.find_spec(library) is None:
-                yield f"expected {library}, which is not installed: run {install_line('lab')}"
+                yield f"{library} is not installed: run {install_line('lab')}"
 
     def _problems_of(self, model: Path) -> Iterator[str]:
         """Yield the problems of a model. Losses beyond the positions of its training would be meaningless."""

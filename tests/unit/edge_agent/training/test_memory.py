@@ -560,7 +560,7 @@ def test_commands_say_of_an_untested_memory_only_what_was_measured(
     page = show_run(device.home, None, RememberingBigramEngine).read_text()
     assert "no state of this run was judged" not in page
     assert "Nothing" not in page
-    assert "The model remembers your text word by word. This is untested" in page
+    assert "or the end of a longer one, word by word. This is untested" in page
     assert "With the memory on, the loss on general text is <strong>2.0000</strong>" in page
     RunFolder(device.home.runs / (device.active().run or "")).memory.unlink()
     assert dict(Status(device.home)._rows())["active"].endswith("untested, but the memory was erased")
