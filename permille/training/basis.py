@@ -3,14 +3,16 @@
     basis = learn_basis(engine, package, rows_NT, work=Path("work"))
     manifest = package.manifest.with_part(write_basis(blobs, basis), {})
 
-Pseudo-users are clusters of the text's rows. For each, a few steps of Adam move the masked weights. The
-columns of the basis are the singular vectors of these displacements. A person's text moves the weights
-partly along the same vectors, so few forward passes find a large part of the gain.
+Pseudo-users are clusters of the text's rows. For each, a few steps of Adam move the masked weights. As on a
+device, each step adds the gradient on some rows of the package's reference. Without it, the steps unlearn
+much of a chat model's tuning. The columns of the basis are the singular vectors of these displacements. A
+person's text moves the weights partly along the same vectors, so few forward passes find a large part of the
+gain.
 
 Shapes: N = rows of the text, T = tokens, U = pseudo-users, K = masked weights, F = features of a row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from permille.package.basis import Basis
 from permille.package.limits import LARGEST_ELEMENT
 from permille.package.reader import Package
 from permille.training.adam import Moments, adam_step, learning_rate, unit_exponent
+from permille.training.reference import Reference
 from permille.zo.estimators import Batch
 from permille.zo.lattice import values
 
@@ -59,11 +62,13 @@ def learn_basis(
     if len(rows_NT) < STEPS * ROWS:
         raise InputError(f"A basis needs {STEPS * ROWS} rows of public text or more, and has {len(rows_NT)}.")
     exponent, moved_UK = unit_exponent(learning_rate(package)), np.empty((USERS, package.k))
+    reference = Reference.of(package)
     for user, chosen_NT in enumerate(pseudo_users(rows_NT, USERS, STEPS * ROWS)):
         path = None if work is None else work / f"pseudo-user-{user}.moments"
         trained = None if path is None else Moments.load(path)
         if trained is None:
-            trained = train_user(engine, package, chosen_NT)
+            pulls = [] if reference is None else [reference.pull(user * STEPS + n) for n in range(STEPS)]
+            trained = train_user(engine, package, chosen_NT, pulls)
             if path is not None:
                 trained.store(path)
         moved_UK[user] = np.ldexp(trained.s_K.astype(np.float64), exponent)
@@ -89,8 +94,17 @@ def pseudo_users(rows_NT: NDArray[np.int64], users: int, each: int) -> Iterator[
         yield rows_NT[np.argsort(-(row_NF @ centre_F), kind="stable")[:each]]
 
 
-def train_user(engine: GradientEngine, package: Package, rows_NT: NDArray[np.int64]) -> Moments:
-    """Move the masked weights by a few steps of Adam on some rows."""
+def train_user(
+    engine: GradientEngine, package: Package, rows_NT: NDArray[np.int64], pulls: Sequence[Batch] = ()
+) -> Moments:
+    """Move the masked weights by a few steps of Adam on some rows.
+
+    Args:
+        engine: as for `learn_basis`.
+        package: as for `learn_basis`.
+        rows_NT: the rows of a pseudo-user.
+        pulls: for each step, the rows of the reference that pull it towards the base. () is no pull.
+    """
     rate, base_K = learning_rate(package), package.values()
     exponent = unit_exponent(rate)
     moments = Moments.first(len(base_K), np.zeros(len(base_K), np.int64))
@@ -99,7 +113,10 @@ def train_user(engine: GradientEngine, package: Package, rows_NT: NDArray[np.int
         target_BT = np.ones(ids_BT.shape, np.bool_)
         target_BT[:, 0] = False  # the first token has no earlier ones to predict it from
         batch = Batch(input_ids_BT=ids_BT, attention_BT=np.ones_like(target_BT), target_BT=target_BT)
-        loss, gradient_K = engine.gradient(values(base_K, moments.s_K, exponent), batch)
+        values_K = values(base_K, moments.s_K, exponent)
+        loss, gradient_K = engine.gradient(values_K, batch)
+        if pulls:
+            gradient_K = gradient_K + engine.gradient(values_K, pulls[step])[1]
         step_rate = rate * (1 - step / STEPS)
         moments = adam_step(moments, loss, gradient_K, rate=step_rate, step_unit_exponent=exponent)
     return moments

@@ -110,10 +110,10 @@ class Reference:
             SoftTargets(ids_RN=rows.named_RS[named], probability_RN=rows.probability_RS[named]),
         )
 
-    def texts(self, *, pulls: bool) -> list[Batch]:
-        """Return the rows of public text that pull, or those that measure, one a batch."""
+    def texts(self, *, pulls: bool, chat: bool = False) -> list[Batch]:
+        """Return the rows of public text, or the chat turns, one a batch: those that pull or that measure."""
         rows = self.rows
-        chosen_N = np.flatnonzero((rows.pulls_N == pulls) & ~rows.chat_N)
+        chosen_N = np.flatnonzero((rows.pulls_N == pulls) & (rows.chat_N == chat))
         return [_batch(rows, chosen_N[n : n + 1], None) for n in range(len(chosen_N))]
 
     def loss(self, engine: Engine, values_K: NDArray[np.float32]) -> float:

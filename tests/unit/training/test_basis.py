@@ -1,5 +1,6 @@
 """Tests of learning a basis from public text."""
 
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +8,12 @@ import pytest
 
 from permille.engines.light.engine import LightEngine
 from permille.errors import InputError, OperatorError
+from permille.package.build import write_manifest
 from permille.package.reader import Package
-from permille.training.basis import ROWS, STEPS, USERS, basis_of, learn_basis, pseudo_users
+from permille.training.adam import Moments, learning_rate, unit_exponent
+from permille.training.basis import ROWS, STEPS, USERS, basis_of, learn_basis, pseudo_users, train_user
+from permille.training.reference import Reference, make_reference
+from permille.zo.lattice import values
 from tests.packages import TINY_LLAMA, tiny_package
 
 
@@ -58,6 +63,27 @@ def test_a_stopped_learning_continues_to_the_same_bits(package: Package, tmp_pat
     path.write_bytes(data[:99] + bytes([data[99] ^ 1]) + data[100:])
     with pytest.raises(OperatorError, match="damaged"):
         learn_basis(engine, package, ROWS_NT, work=tmp_path)
+
+
+def test_the_reference_pulls_each_step_by_rows_of_its_own(package: Package, tmp_path: Path) -> None:
+    text_NT = np.random.default_rng(1).integers(3, TINY_LLAMA["vocab_size"], (8, 12))
+    manifest = make_reference(package, text_NT=text_NT, chat=None, made={})
+    pulled = Package.open(package.blobs, write_manifest(package.blobs, manifest))
+    engine, reference = LightEngine(pulled, threads=1), Reference.of(pulled)
+    assert reference is not None
+    pulls = [reference.pull(STEPS + step) for step in range(STEPS)]
+    *_, chosen_NT = islice(pseudo_users(ROWS_NT, USERS, STEPS * ROWS), 2)
+    moments = train_user(engine, pulled, chosen_NT, pulls)
+    learn_basis(engine, pulled, ROWS_NT, work=tmp_path)
+    kept = Moments.load(tmp_path / "pseudo-user-1.moments")
+    assert kept is not None
+    np.testing.assert_array_equal(kept.s_K, moments.s_K)
+
+    def divergence(moments: Moments) -> float:
+        values_K = values(pulled.values(), moments.s_K, unit_exponent(learning_rate(pulled)))
+        return sum(engine.gradient(values_K, pull)[0] for pull in pulls)
+
+    assert divergence(moments) < divergence(train_user(engine, pulled, chosen_NT))
 
 
 def test_too_little_text_is_refused(package: Package) -> None:
