@@ -23,14 +23,14 @@ from permille_lab.measuring.cells import RESULTS
 from permille_lab.people import page as people
 from permille_lab.privacy import page as privacy
 from permille_lab.quantization import page as quantization
-from permille_lab.real import curve_page
+from permille_lab.real import basis_page, curve_page
 from permille_lab.real import page as real
 from permille_lab.service import page as service
 from permille_lab.sparse import page as sparse
 
 _OUTPUT = Path("docs/results")
 _PAGES: Mapping[str, Callable[[Path], dict[str, str]]] = {
-    "basis": real.basis_tables,
+    "basis": basis_page.tables,
     "decision": decision.tables,
     "engine": engine.tables,
     "estimators": learning.estimator_tables,

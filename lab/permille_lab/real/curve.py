@@ -45,6 +45,7 @@ from permille_lab.people.user_texts import Collection, User, cohort, read_users
 from permille_lab.real.curve_page import MEMORY, PEOPLE, PROMPTS, SIZES, WRITTEN
 from permille_lab.real.facts import diary
 from permille_lab.real.subjects import (
+    A_FIFTH,
     LEAST_CHARACTERS,
     Subject,
     gardener,
@@ -59,8 +60,6 @@ _JUDGED_TOKENS, _LONG = 1_000, 10_000
 _SELECT_SHARE, _LEAST_SELECT = 0.05, 400
 _WATCHED_TOKENS = 64
 _STEP_TOKENS = 4 * 128
-_GENERAL = slice(None, None, 5)
-"""A fifth of the general text, because each model reads it: 512 tokens each of WikiText-2 and C4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,7 @@ class Curve:
     """What all cells share: the subject and the general text."""
 
     def __init__(self, subject: Subject, general: Sequence[Batch]) -> None:
-        self._subject, self._study, self._general = subject, subject.study, general[_GENERAL]
+        self._subject, self._study, self._general = subject, subject.study, general[A_FIFTH]
         self._package, self._base_K = subject.study.package, subject.study.package.values()
 
     def text(self, user: User, *, in_order: bool) -> Text:

@@ -1,19 +1,15 @@
-"""Tables of real-model.md, zeroth-order.md and basis.md in docs/results, from finished cells."""
+"""Tables of real-model.md and zeroth-order.md in docs/results, from finished cells."""
 
-from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
-from permille_lab.measuring.cells import Cells, Result, Settings
+from permille_lab.measuring.cells import Cells, Settings
 from permille_lab.measuring.tables import markdown
 
 STRENGTHS = (8, 4, 2)
 """Strengths of a state in the frontier, in eighths."""
-_MOST_FALLS = 5
-"""Of longer curves, the table of bases shows every other point."""
 
 
 class State(StrEnum):
@@ -82,58 +78,6 @@ def zeroth_order_tables(results: Path) -> dict[str, str]:
     ]
     table = pd.DataFrame(rows)
     return {"contenders": markdown(table.loc[:, (table != "").any()])}
-
-
-def basis_tables(results: Path) -> dict[str, str]:
-    """Return the tables of basis.md by their names in the template."""
-    cells = Cells(results / "basis.jsonl").of("basis")
-    return {"steps": markdown(_basis_row(*cell) for cell in cells), "passes": markdown(_same_falls(cells))}
-
-
-def _basis_row(settings: Settings, result: Result) -> dict[str, str]:
-    falls = _falls(result)
-    shown = falls if len(falls) < _MOST_FALLS else [*falls[:-1:2], falls[-1]]
-    base, after = result["general"]
-    return {
-        "text": settings["person"],
-        "method": settings["method"],
-        "columns": "" if settings["method"] in ("groups", "better") else str(settings["users"]),
-        "fall at row passes": ", ".join(f"{fall:.3f} at {passes:.0f}" for passes, fall in shown),
-        "general rise": f"{after - base:+.3f}",
-        "answers": result["fault"] or "kept",
-        "seconds": f"{result['cpu_s']:.0f}",
-    }
-
-
-def _falls(result: Result) -> list[tuple[float, float]]:
-    """Return the fall of the held-out loss at each number of row passes."""
-    (_, base), *points = result["curve"]
-    return [(passes, base - loss) for passes, loss in points]
-
-
-def _same_falls(cells: Sequence[tuple[Settings, Result]]) -> Iterator[dict[str, str]]:
-    """Yield each point of a basis, with the passes that groups need for the same fall of the same text."""
-    groups = {(each["person"], each["seed"]): _falls(found) for each, found in cells if _is(each, "groups")}
-    for settings, result in cells:
-        known = groups.get((settings["person"], settings["seed"]))
-        if not _is(settings, "basis") or known is None:
-            continue
-        reached, fell = [0.0, *(passes for passes, _ in known)], [0.0, *(fall for _, fall in known)]
-        best = np.maximum.accumulate(fell)
-        for passes, fall in _falls(result):
-            needed = float(np.interp(fall, best, reached))
-            least = "more than " if fall > best[-1] else ""
-            yield {
-                "text": settings["person"],
-                "row passes in the basis": f"{passes:.0f}",
-                "fall": f"{fall:.3f}",
-                "row passes of groups": f"{least}{needed:.0f}",
-                "ratio": f"{least}{needed / passes:.1f}",
-            }
-
-
-def _is(settings: Settings, method: str) -> bool:
-    return bool(settings["method"] == method)
 
 
 def _changes(settings: Settings) -> list[str]:

@@ -49,6 +49,10 @@ LEAST_CHARACTERS = 4_000
 """Least number of characters of a person's text."""
 LONGEST = 1024
 """Largest number of tokens of a scored row, with its prompt."""
+GENERAL_TEXTS = 32
+"""Number of texts at the end of C4 that judge. Nothing is learned from them."""
+A_FIFTH = slice(None, None, 5)
+"""A fifth of the general text, if each model must read it: 512 tokens each of WikiText-2 and C4."""
 _GENERAL_TOKENS, _GENERAL_ROW = 2560, 256
 _REFERENCE_SEED = 1
 
@@ -140,7 +144,7 @@ def general_batches(model: Path, data: Path) -> list[Batch]:
     tokenizer = FileTokenizer(model)
     wiki = (data / "text/wikitext-2/wiki.test.raw").read_text()[: 8 * _GENERAL_TOKENS]
     with (data / "text/c4_en/c4_sample.jsonl").open() as file:
-        c4 = [json.loads(line)["text"] for line in list(file)[-32:]]
+        c4 = [json.loads(line)["text"] for line in list(file)[-GENERAL_TEXTS:]]
     batches = []
     for texts in ([wiki], c4 if tokenizer.bos else ["\n".join(c4)[: 8 * _GENERAL_TOKENS]]):
         rows = document_rows(_documents(tokenizer, texts), _GENERAL_ROW)
