@@ -1,6 +1,6 @@
 """An optional step: learn directions for zeroth order from public text, and add them to a package.
 
-package = with_basis(package, drawn.tokens_NT, made={"corpus": drawn.provenance}, work=Path("work"))
+package = with_basis(package, drawn, work=Path("work"))
 """
 
 from collections.abc import Mapping

@@ -3,11 +3,11 @@
     basis = learn_basis(engine, package, rows_NT, work=Path("work"))
     manifest = package.manifest.with_part(write_basis(blobs, basis), {})
 
-Pseudo-users are clusters of the text's rows. For each, a few steps of Adam move the masked weights. As on a
-device, each step adds the gradient on some rows of the package's reference. Without it, the steps unlearn
-much of a chat model's tuning. The columns of the basis are the singular vectors of these displacements. A
-person's text moves the weights partly along the same vectors, so few forward passes find a large part of the
-gain.
+Pseudo-users are clusters of the text's rows. For each, a few steps of Adam move the masked weights. Rows of
+the package's reference pull each step towards the base, as on a device. Without this pull, the base's answers
+in a chat become much less likely. The columns of the basis are the singular vectors of these displacements.
+A person's text moves the weights partly along the same vectors, so a few forward passes along them already
+lower its loss.
 
 Shapes: N = rows of the text, T = tokens, U = pseudo-users, K = masked weights, F = features of a row.
 """
@@ -31,7 +31,7 @@ from permille.zo.lattice import values
 
 USERS = 8  # with one perturbation of each column, a step then costs half of a step in groups
 STEPS, ROWS = 4, 3
-# Shares of the mean displacement's norm, measured in docs/results/basis.md.
+# Shares of the mean of the displacements' norms, described in docs/results/basis.md.
 REACH, LENGTH = 0.05, 0.1
 _FEATURES, _ROUNDS = 4096, 8
 
@@ -103,7 +103,7 @@ def train_user(
         engine: as for `learn_basis`.
         package: as for `learn_basis`.
         rows_NT: the rows of a pseudo-user.
-        pulls: for each step, the rows of the reference that pull it towards the base. () is no pull.
+        pulls: for each step, the rows of the reference that pull it towards the base. Empty for no pull.
     """
     rate, base_K = learning_rate(package), package.values()
     exponent = unit_exponent(rate)

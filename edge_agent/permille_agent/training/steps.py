@@ -32,7 +32,7 @@ from permille_agent.training.plan import Plan
 from permille_agent.training.run import Evaluation, Run, finite_or_none
 
 MAX_DESCENTS = 4
-BASIS_STEPS = 4  # steps in the package's basis, which are the first ones; later ones gain nothing
+BASIS_STEPS = 4  # steps in the package's basis, which are the first ones
 WATCHED_ROWS = 8  # training rows that detect divergence on a short text
 
 # Limits of `stop_of`. Measured in docs/adr/0030.

@@ -1,10 +1,9 @@
-"""Compare steps in a basis that public text teaches with steps in groups, on SmolLM2: `make bench-basis`.
+"""Compare steps along a basis learned from public text with steps in groups, on SmolLM2: `make bench-basis`.
 
     PERMILLE_DATA=DIR python -m permille_lab.real.basis --person gardener --seed 0 1
 
 The packages are made as a build makes them: one without a basis, one with a basis of C4. Each run is the
-agent's own zeroth order, with the lengths and the reference of its package. No pseudo-user is a judged
-person: C4 has no tweets, diaries or notes of theirs.
+agent's own training, with the lengths and the reference of its package. No pseudo-user is a judged person.
 
     groups                8 steps in groups, from the package without a basis
     basis                 4 steps in the basis
@@ -12,8 +11,8 @@ person: C4 has no tweets, diaries or notes of theirs.
     better base           no step: the base plus twice the mean displacement of the pseudo-users
     gradient              12 steps of the default method, for an engine with a reverse pass
 
-A cell is one run on one person's text. Its fall is that of the state that the run selects. This state is
-also judged on general text and in chats.
+A cell is one run on one person's text. The state that the run selects is judged on held-out text of the
+person, on general text and in chats.
 
 # Legend: K masked weights, U pseudo-users.
 """
@@ -70,7 +69,7 @@ from permille_lab.real.subjects import (
 )
 
 TEXTS = ("gardener", "pepys", "muir")
-"""The texts that are no tweets."""
+"""Texts other than tweets."""
 AUTHORS = 10
 _TIMES_MEAN = 2.0
 
@@ -81,7 +80,7 @@ METHODS = {BASIS: 4, GROUPS: 8, THEN: 8, BETTER: 0, GRADIENT: 12}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packages:
-    """The packages of one model, and where a better base begins.
+    """The packages of one model, and the values of the better base.
 
     Attributes:
         bare: the package without a basis.
@@ -134,7 +133,7 @@ def _displacement(package: Package, path: Path) -> NDArray[np.float64]:
 class General:
     """Measures of any values of a package: the losses on general text and on chat turns, and lost answers.
 
-    The chat turns are those in which the base itself answers. No training has seen these four.
+    Each chat turn has the base's own answer. None is used to train.
     """
 
     def __init__(self, package: Package, batches: Sequence[Batch], threads: int) -> None:
@@ -188,7 +187,7 @@ def measure(
 
 
 def documents_of(person: str, data: Path) -> Sequence[Document]:
-    """Return one of `TEXTS`. Of a diary, it is the beginning."""
+    """Return one of `TEXTS`. For a diary, return its beginning."""
     if person == "gardener":
         return gardener().documents
     kept: list[Document] = []
@@ -199,7 +198,7 @@ def documents_of(person: str, data: Path) -> Sequence[Document]:
 
 
 def main() -> None:
-    """Measure the missing cells: for each seed and method, all people."""
+    """Measure the missing cells: all people for each seed and method."""
     parser = settings_parser(__doc__, "basis")
     parser.add_argument("--gguf", type=Path, default=SMOLLM2_FILE)
     parser.add_argument("--person", nargs="+", help="gardener, pepys, muir, or authors of tweets by number")

@@ -1,4 +1,4 @@
-"""Tables of basis.md, and the numbers in its text, from finished cells.
+"""Tables of basis.md, and counts for its text, from finished cells.
 
 # Legend: P numbers of passes.
 """
@@ -18,13 +18,14 @@ from permille_lab.measuring.tables import markdown
 BASIS, GROUPS, THEN = "basis", "groups", "basis, then groups"
 BETTER, GRADIENT = "better base", "gradient"
 RATIO = 4
-"""The page judges whether groups need this many times the passes of a basis, or more."""
+"""A text counts as won if groups need at least this many times the passes of the basis."""
 BASIS_STEPS = 4
-"""Steps that a run makes in the basis, the first ones."""
+"""Number of first steps that a run takes in the basis."""
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Return the tables of basis.md, and the numbers in its text, by their names in the template."""
+    """Return the tables of basis.md, and counts for its text, by their names in the template."""
+    cells = Cells(results / "basis.jsonl").of("basis")
     runs = pd.DataFrame(
         [
             {
@@ -37,20 +38,28 @@ def tables(results: Path) -> dict[str, str]:
                 "lost": result["fault"],
                 "seconds": result["cpu_s"],
             }
-            for settings, result in Cells(results / "basis.jsonl").of("basis")
+            for settings, result in cells
+        ]
+    )
+    points = pd.DataFrame(
+        [
+            {"text": settings["person"], "passes": passes_of(GROUPS, step), "fall": result["before"] - loss}
+            for settings, result in cells
+            if settings["method"] == GROUPS
+            for step, loss in result["curve"]
         ]
     )
     # Compare means over the seeds.
-    means = runs.pivot_table(index="text", columns=["method", "passes"], values="fall", sort=False)
-    passes, basis = next((int(passes), fall) for passes, fall in means[BASIS].items())
-    groups = means[GROUPS]
-    ratios = pd.Series({text: _needed(groups.loc[text], fall) / passes for text, fall in basis.items()})
+    groups = points.pivot_table(index="text", columns="passes", values="fall")
+    basis = runs[runs["method"] == BASIS].groupby("text", sort=False)
+    needed = {text: _needed(groups.loc[text], found["fall"].mean()) for text, found in basis}
+    ratios = pd.Series(needed) / basis["passes"].first()
     return {
         "falls": markdown(_fall_rows(runs, ratios)),
         "methods": markdown(_method_rows(runs)),
         "texts": str(len(ratios)),
         "won": str(int((ratios >= RATIO).sum())),
-        "least": f"{ratios.min():.1f}",
+        "least": f"{np.floor(10 * ratios.min()) / 10:.1f}",
     }
 
 
@@ -66,10 +75,10 @@ def passes_of(method: str, steps: int) -> int:
 
 
 def _needed(fall_P: "pd.Series[float]", fall: float) -> float:
-    """Return the passes at which groups reach a fall, interpolated between measurements, or infinity."""
-    known = fall_P.dropna().sort_index()
-    best = np.maximum.accumulate([0.0, *known])
-    return float(np.interp(fall, best, [0, *known.index])) if fall <= best[-1] else np.inf
+    """Return the passes at which groups reach a fall, interpolated between checkpoints, or infinity."""
+    known = fall_P.dropna()
+    best = known.cummax()
+    return float(np.interp(fall, best, known.index)) if fall <= best.iloc[-1] else np.inf
 
 
 def _fall_rows(runs: pd.DataFrame, ratios: "pd.Series[float]") -> Iterator[dict[str, str]]:
@@ -84,23 +93,24 @@ def _fall_rows(runs: pd.DataFrame, ratios: "pd.Series[float]") -> Iterator[dict[
             if len(falls) > 1:
                 row[column] += f" ({falls.min():.3f} to {falls.max():.3f})"
         if text in ratios:
-            row["ratio"] = f"{ratios[text]:.1f}" if np.isfinite(ratios[text]) else "more"
+            row["ratio"] = f"{ratios[text]:.1f}" if np.isfinite(ratios[text]) else f"> {RATIO}"
         yield row
 
 
 def _method_rows(runs: pd.DataFrame) -> Iterator[dict[str, str]]:
-    """Yield a row for each method: falls, rises and lost answers over all texts and seeds."""
+    """Yield a row for each method: means over the texts of the means over seeds, and lost answers."""
     for (method, passes), found in runs.groupby(["method", "passes"]):
+        texts = found.groupby("text")[["fall", "rise", "chat", "seconds"]].mean()
         lost = found.loc[found["lost"] != "", "text"].value_counts()
         yield {
             "method": str(method),
             "row passes": str(passes),
             "runs": str(len(found)),
-            "fall": f"{found['fall'].mean():.3f}",
-            "least fall": f"{found['fall'].min():.3f}",
-            "general rise": f"{found['rise'].mean():+.3f}",
-            "chat rise": f"{found['chat'].mean():+.3f}",
-            "most chat rise": f"{found['chat'].max():+.3f}",
+            "fall": f"{texts['fall'].mean():.3f}",
+            "least fall": f"{texts['fall'].min():.3f}",
+            "general rise": f"{texts['rise'].mean():+.3f}",
+            "chat rise": f"{texts['chat'].mean():+.3f}",
+            "most chat rise": f"{texts['chat'].max():+.3f}",
             "lost answers": ", ".join(f"{text} ({number})" for text, number in lost.items()) or "none",
-            "seconds": f"{found['seconds'].mean():.0f}",
+            "seconds": f"{texts['seconds'].mean():.0f}",
         }
