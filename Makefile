@@ -220,7 +220,7 @@ bench-curve: $(VENV)/.native smollm2  ## Compare training with a prompt by the l
 	$(BIN)/python -m permille_lab.real.curve
 
 bench-basis: $(VENV)/.native smollm2  ## Compare directions learned from public text with groups (hours, resumable; needs PERMILLE_DATA)
-	$(BIN)/python -m permille_lab.real.basis --threads 1 --users 8
+	$(BIN)/python -m permille_lab.real.basis --threads 1
 
 bench-zeroth-order: $(VENV)/.native smollm2  ## Compare zeroth-order methods at equal layer passes (hours, resumable; needs PERMILLE_DATA)
 	$(BIN)/python -m permille_lab.real.zeroth_order --plain

@@ -19,14 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from permille.corpora.sequences import row_order
-from permille.engines.interface import GradientEngine
 from permille.errors import InputError
 from permille.package.basis import Basis
 from permille.package.limits import LARGEST_ELEMENT
 from permille.package.reader import Package
 from permille.training.adam import Moments, adam_step, learning_rate, unit_exponent
 from permille.training.reference import Reference
-from permille.zo.estimators import Batch
+from permille.zo.estimators import Batch, Differentiable
 from permille.zo.lattice import values
 
 USERS = 8  # with one perturbation of each column, a step then costs half of a step in groups
@@ -39,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 
 def learn_basis(
-    engine: GradientEngine,
+    engine: Differentiable,
     package: Package,
     rows_NT: NDArray[np.int64],
     *,
@@ -49,7 +48,7 @@ def learn_basis(
     """Learn a basis from the rows of a public text.
 
     Args:
-        engine: an engine of the package with a reverse pass.
+        engine: an engine of the package, with a reverse pass.
         package: the package.
         rows_NT: int64 [N, T] token ids, whole rows.
         work: a folder for the trained pseudo-users, with which another call continues. None keeps nothing.
@@ -95,7 +94,7 @@ def pseudo_users(rows_NT: NDArray[np.int64], users: int, each: int) -> Iterator[
 
 
 def train_user(
-    engine: GradientEngine, package: Package, rows_NT: NDArray[np.int64], pulls: Sequence[Batch] = ()
+    engine: Differentiable, package: Package, rows_NT: NDArray[np.int64], pulls: Sequence[Batch] = ()
 ) -> Moments:
     """Move the masked weights by a few steps of Adam on some rows.
 

@@ -140,8 +140,8 @@ class General:
         self._engine = open_engine(package, threads=threads)
         self._base_K, self._tokenizer = package.values(), package_tokenizer(package)
         reference = Reference.of(package)
-        turns = [] if reference is None else reference.texts(pulls=False, chat=True)
-        self._texts = {"general": batches} | ({"chat": turns} if turns else {})
+        assert reference is not None  # `open_subject` adds one
+        self._texts = {"general": batches, "chat": reference.texts(pulls=False, chat=True)}
 
     def of(self, values_K: NDArray[np.float32]) -> Result:
         """Return the losses of the base and of these values, and the first answer that is lost, or ""."""

@@ -52,8 +52,10 @@ def tables(results: Path) -> dict[str, str]:
     # Compare means over the seeds.
     groups = points.pivot_table(index="text", columns="passes", values="fall")
     basis = runs[runs["method"] == BASIS].groupby("text", sort=False)
-    needed = {text: _needed(groups.loc[text], found["fall"].mean()) for text, found in basis}
-    ratios = pd.Series(needed) / basis["passes"].first()
+    needed = {
+        text: _needed(groups.loc[text], found["fall"].mean()) for text, found in basis if text in groups.index
+    }
+    ratios = pd.Series(needed) / basis["passes"].first()[list(needed)]
     return {
         "falls": markdown(_fall_rows(runs, ratios)),
         "methods": markdown(_method_rows(runs)),
@@ -70,7 +72,7 @@ def passes_of(method: str, steps: int) -> int:
     """
     kind = EstimatorKind.GRADIENT if method == GRADIENT else EstimatorKind.ONE_SIDED
     options = TrainOptions.of(kind, steps=1)
-    first = min(steps, BASIS_STEPS) if BASIS in method else 0
+    first = min(steps, BASIS_STEPS) if method.startswith(BASIS) else 0
     return options.batch_rows * (first * USERS + (steps - first) * (options.queries or 3))
 
 
