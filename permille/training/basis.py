@@ -3,16 +3,14 @@
     basis = learn_basis(engine, package, rows_NT, work=Path("work"))
     manifest = package.manifest.with_part(write_basis(blobs, basis), {})
 
-Pseudo-users are clusters of the text's rows. For each, a few steps of Adam move the masked weights. Rows of
-the package's reference pull each step towards the base, as on a device. Without this pull, the base's answers
-in a chat become much less likely. The columns of the basis are the singular vectors of these displacements.
-A person's text moves the weights partly along the same vectors, so a few forward passes along them already
-lower its loss.
+Pseudo-users are clusters of the text's rows. For each, a few steps of Adam move the masked weights. The
+columns of the basis are the singular vectors of these displacements. A person's text moves the weights
+partly along the same vectors, so a few forward passes along them already lower its loss.
 
 Shapes: N = rows of the text, T = tokens, U = pseudo-users, K = masked weights, F = features of a row.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +22,13 @@ from permille.package.basis import Basis
 from permille.package.limits import LARGEST_ELEMENT
 from permille.package.reader import Package
 from permille.training.adam import Moments, adam_step, learning_rate, unit_exponent
-from permille.training.reference import Reference
 from permille.zo.estimators import Batch, Differentiable
 from permille.zo.lattice import values
 
 USERS = 8  # with one perturbation of each column, a step then costs half of a step in groups
 STEPS, ROWS = 4, 3
-# Shares of the mean of the displacements' norms, described in docs/results/basis.md.
-REACH, LENGTH = 0.05, 0.1
+# Shares of the mean of the displacements' norms. Longer steps cost more in chats (docs/results/basis.md).
+REACH, LENGTH = 0.05, 0.06
 _FEATURES, _ROUNDS = 4096, 8
 
 Progress = Callable[[int, int], None]
@@ -61,13 +58,11 @@ def learn_basis(
     if len(rows_NT) < STEPS * ROWS:
         raise InputError(f"A basis needs {STEPS * ROWS} rows of public text or more, and has {len(rows_NT)}.")
     exponent, moved_UK = unit_exponent(learning_rate(package)), np.empty((USERS, package.k))
-    reference = Reference.of(package)
     for user, chosen_NT in enumerate(pseudo_users(rows_NT, USERS, STEPS * ROWS)):
         path = None if work is None else work / f"pseudo-user-{user}.moments"
         trained = None if path is None else Moments.load(path)
         if trained is None:
-            pulls = [] if reference is None else [reference.pull(user * STEPS + n) for n in range(STEPS)]
-            trained = train_user(engine, package, chosen_NT, pulls)
+            trained = train_user(engine, package, chosen_NT)
             if path is not None:
                 trained.store(path)
         moved_UK[user] = np.ldexp(trained.s_K.astype(np.float64), exponent)
@@ -93,17 +88,8 @@ def pseudo_users(rows_NT: NDArray[np.int64], users: int, each: int) -> Iterator[
         yield rows_NT[np.argsort(-(row_NF @ centre_F), kind="stable")[:each]]
 
 
-def train_user(
-    engine: Differentiable, package: Package, rows_NT: NDArray[np.int64], pulls: Sequence[Batch] = ()
-) -> Moments:
-    """Move the masked weights by a few steps of Adam on some rows.
-
-    Args:
-        engine: as for `learn_basis`.
-        package: as for `learn_basis`.
-        rows_NT: the rows of a pseudo-user.
-        pulls: for each step, the rows of the reference that pull it towards the base. Empty for no pull.
-    """
+def train_user(engine: Differentiable, package: Package, rows_NT: NDArray[np.int64]) -> Moments:
+    """Move the masked weights by a few steps of Adam on some rows."""
     rate, base_K = learning_rate(package), package.values()
     exponent = unit_exponent(rate)
     moments = Moments.first(len(base_K), np.zeros(len(base_K), np.int64))
@@ -112,10 +98,7 @@ def train_user(
         target_BT = np.ones(ids_BT.shape, np.bool_)
         target_BT[:, 0] = False  # the first token has no earlier ones to predict it from
         batch = Batch(input_ids_BT=ids_BT, attention_BT=np.ones_like(target_BT), target_BT=target_BT)
-        values_K = values(base_K, moments.s_K, exponent)
-        loss, gradient_K = engine.gradient(values_K, batch)
-        if pulls:
-            gradient_K = gradient_K + engine.gradient(values_K, pulls[step])[1]
+        loss, gradient_K = engine.gradient(values(base_K, moments.s_K, exponent), batch)
         step_rate = rate * (1 - step / STEPS)
         moments = adam_step(moments, loss, gradient_K, rate=step_rate, step_unit_exponent=exponent)
     return moments
