@@ -10,6 +10,7 @@ partly along the same vectors, so a few forward passes along them already lower 
 Shapes: N = rows of the text, T = tokens, U = pseudo-users, K = masked weights, F = features of a row.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,8 +59,10 @@ def learn_basis(
     if len(rows_NT) < STEPS * ROWS:
         raise InputError(f"A basis needs {STEPS * ROWS} rows of public text or more, and has {len(rows_NT)}.")
     exponent, moved_UK = unit_exponent(learning_rate(package)), np.empty((USERS, package.k))
+    # The names of kept files depend on what made them, so that a folder can serve several calls.
+    made = hashlib.sha256(package.digest.encode() + rows_NT.tobytes()).hexdigest()[:16]
     for user, chosen_NT in enumerate(pseudo_users(rows_NT, USERS, STEPS * ROWS)):
-        path = None if work is None else work / f"pseudo-user-{user}.moments"
+        path = None if work is None else work / f"pseudo-user-{made}-{user}.moments"
         trained = None if path is None else Moments.load(path)
         if trained is None:
             trained = train_user(engine, package, chosen_NT)

@@ -38,7 +38,6 @@ from permille.package.reader import Package
 from permille.pipeline.basis import basis_sampling, with_basis
 from permille.pipeline.draw import Corpus
 from permille.training.adam import Moments, learning_rate, unit_exponent
-from permille.training.basis import USERS
 from permille.training.lengths import measure_lengths
 from permille.training.reference import Reference
 from permille.zo.estimators import Batch
@@ -100,7 +99,7 @@ def packages_of(gguf: Path, data: Path, folder: Path, threads: int) -> Packages:
     options = TrainOptions(seed=0, steps=1)
     sources = Sources(models=folder, data=data)
     referring = open_subject(sources, gguf, folder, trained=0.001, options=options).study.package
-    work, model = folder / "taught", model_folder(gguf, folder)
+    work, model = folder / f"basis-{referring.digest[7:23]}", model_folder(gguf, folder)
     work.mkdir(exist_ok=True)
 
     def made() -> tuple[str, str]:
@@ -110,11 +109,11 @@ def packages_of(gguf: Path, data: Path, folder: Path, threads: int) -> Packages:
         drawn = corpus.draw(FileTokenizer(model), basis_sampling(bare.config))
         return bare.digest, with_basis(bare, drawn, threads=threads, work=work).digest
 
-    known = work / f"{referring.digest[7:23]}.digests"
+    known = work / "digests"
     if not known.exists():
         known.write_text("\n".join(made()))
     bare, taught = (Package.open(referring.blobs, digest) for digest in known.read_text().split())
-    moved_UK = [_displacement(bare, work / f"pseudo-user-{user}.moments") for user in range(USERS)]
+    moved_UK = [_displacement(bare, path) for path in work.glob("pseudo-user-*.moments")]
     better_K = np.asarray(bare.values() + _TIMES_MEAN * np.mean(moved_UK, axis=0), np.float32)
     return Packages(bare=bare, taught=taught, better_K=better_K, model=model)
 

@@ -53,11 +53,18 @@ def test_a_stopped_learning_continues_to_the_same_bits(package: Package, tmp_pat
     continued = learn_basis(engine, package, ROWS_NT, work=tmp_path)
     np.testing.assert_array_equal(whole.columns_RK, continued.columns_RK)
     assert (whole.reach, whole.length) == (continued.reach, continued.length)
-    path = tmp_path / "pseudo-user-1.moments"
+    path = sorted(tmp_path.iterdir())[1]
     data = path.read_bytes()
     path.write_bytes(data[:99] + bytes([data[99] ^ 1]) + data[100:])
     with pytest.raises(OperatorError, match="damaged"):
         learn_basis(engine, package, ROWS_NT, work=tmp_path)
+
+
+def test_a_folder_serves_several_texts(package: Package, tmp_path: Path) -> None:
+    engine, other_NT = LightEngine(package, threads=1), ROWS_NT[::-1]
+    learn_basis(engine, package, ROWS_NT, work=tmp_path)
+    found = learn_basis(engine, package, other_NT, work=tmp_path)
+    np.testing.assert_array_equal(found.columns_RK, learn_basis(engine, package, other_NT).columns_RK)
 
 
 def test_too_little_text_is_refused(package: Package) -> None:
