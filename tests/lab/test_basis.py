@@ -120,7 +120,7 @@ def test_the_page_counts_the_texts_on_which_groups_need_more_passes(tmp_path: Pa
     )
     found = tables(tmp_path)
     # The best checkpoints of groups fall by 0.1 in 128 passes and in 192, and by 0.2 in 256.
-    assert (found["texts"], found["won"], found["least"]) == ("4", "2", "1.0")
+    assert (found["texts"], found["won"]) == ("4", "2")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in found["falls"].splitlines()]
     assert rows[0] == ["text", "basis, 64", "groups, 256", "ratio"]
     assert rows[2] == ["one", "0.120 (0.115 to 0.125)", "0.200 (0.195 to 0.205)", "3.2"]

@@ -61,7 +61,6 @@ def tables(results: Path) -> dict[str, str]:
         "methods": markdown(_method_rows(runs)),
         "texts": str(len(ratios)),
         "won": str(int((ratios >= RATIO).sum())),
-        "least": f"{np.floor(10 * ratios.min()) / 10:.1f}",
     }
 
 
