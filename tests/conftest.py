@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from unittest.mock import patch
@@ -13,10 +14,13 @@ from tests.preloaded import FORKED
 
 
 def pytest_configure() -> None:
-    """Let processes that tests start write and read bytecode, even if the environment turned it off.
+    """Let tests not depend on how they were started.
 
-    Tests start hundreds of processes. Without bytecode, each of them compiles all that it imports.
+    Processes that tests start write and read bytecode, even if the environment turned it off. There are
+    hundreds of them. Without bytecode, each compiles all that it imports. And SIGINT stops a process, even if
+    a shell started the tests in its background, where it is ignored.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
 
