@@ -21,9 +21,9 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import FileResponse, RedirectResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from permille.errors import PackageError
 from permille.package.blobs import BlobFolder
 from permille.schemas.problems import ProblemType
+from permille.store.tables import ArtifactBlob
 from permille_service.context import Service
 from permille_service.problems import ApiError, documented
 from permille_service.settings import Downloads
@@ -58,8 +58,28 @@ def content_responses(description: str, *media_types: str) -> Responses:
     }
 
 
+def check_stored(blobs: BlobFolder, blob: ArtifactBlob) -> None:
+    """Check that the store has a blob in its full length. Its bytes are not read: the receiver hashes them.
+
+    Raises:
+        ApiError: `unavailable`: the store lacks the blob, or has another number of bytes.
+        RetryableError: the bucket does not answer.
+    """
+    found = blobs.entry(blob.digest)
+    # A row of the database names the blob. So the store has lost it, for example on a full disk, or the store
+    # is still being copied from elsewhere. This is not the client's mistake.
+    if found is None:
+        raise ApiError(ProblemType.UNAVAILABLE, f"the blob {blob.digest} is not in the blob store")
+    if found.size_bytes != blob.size_bytes:
+        raise ApiError(
+            ProblemType.UNAVAILABLE,
+            f"the blob {blob.digest} is damaged: the blob store has {found.size_bytes} bytes instead of "
+            f"{blob.size_bytes}",
+        )
+
+
 def blob_response(
-    request: Request, service: Service, digest: str, media_type: str, *, may_redirect: bool = False
+    request: Request, service: Service, blob: ArtifactBlob, *, may_redirect: bool = False
 ) -> Response:
     """Return the response to GET or HEAD of a stored blob.
 
@@ -67,19 +87,16 @@ def blob_response(
         may_redirect: whether the client can follow a redirect to another host.
 
     Raises:
-        ApiError: `unavailable`: the store lacks the blob.
+        ApiError: `unavailable`: the store lacks the blob or a part of it.
             `precondition-failed`: If-Match names another ETag.
             `range-not-satisfiable`: the range is outside of the blob.
         RetryableError: the bucket does not answer.
         OperatorError: the bucket refuses the service's credentials.
     """
     blobs, downloads = service.blobs, service.settings.downloads
-    try:
-        size = blobs.size(digest)
-    except PackageError as exc:
-        # A row of the database names the blob. So the store has lost the blob, or the store is still being
-        # copied from elsewhere. This is not the client's mistake.
-        raise ApiError(ProblemType.UNAVAILABLE, f"the blob {digest} is not in the blob store") from exc
+    digest, size, media_type = blob.digest, blob.size_bytes, blob.media_type
+    # The answer may be cached for a year, so it must not have a part of the blob as the whole.
+    check_stored(blobs, blob)
     etag = f'"{digest}"'
     headers = {"ETag": etag, "Cache-Control": CACHE_CONTROL}
     if_match = request.headers.get("if-match")

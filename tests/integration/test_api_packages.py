@@ -1,8 +1,11 @@
 """Packages over HTTP: ranges, conditions, caching, access. Releases: new and withdrawn versions."""
 
 import hashlib
+import os
 from importlib.util import find_spec
 from typing import Any
+
+import pytest
 
 from permille.package.blobs import BlobFolder
 from permille.store.jobs.dispatch import note_worker
@@ -134,3 +137,41 @@ def test_lost_blob_is_unavailable_not_missing(api: Api) -> None:
     answer = api.get(f"/v1/packages/{package.digest}/blobs/{layer.digest}")
     assert answer.status_code == 503
     assert "retry-after" in answer.headers
+
+
+def test_part_of_a_blob_is_unavailable_not_the_whole(api: Api) -> None:
+    package = api.package()
+    layer = package.manifest.layers[0]
+    cut(api, layer.digest)
+    for headers in ({}, {"range": "bytes=0-0"}):
+        answer = api.get(f"/v1/packages/{package.digest}/blobs/{layer.digest}", headers=headers)
+        assert (answer.status_code, answer.headers["cache-control"]) == (503, "no-store")
+        assert f"{layer.size_bytes - 1} bytes instead of {layer.size_bytes}" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut"])
+def test_a_package_without_all_its_bytes_is_not_given_to_devices(api: Api, damage: str) -> None:
+    first, second = api.package(seed=0), api.package(seed=1)
+    api.publish(first)
+    api.post("/v1/releases", {"name": "tiny", "package_digest": second.digest})
+    digest = next(one.digest for one in second.manifest.layers if one not in first.manifest.layers)
+    if damage == "lost":
+        api.service.blobs.delete(digest)
+    else:
+        cut(api, digest)
+    body = {"name": "tiny", "package_digest": second.digest, "alias": "stable"}
+    for answer in (
+        api.post("/v1/releases", body),
+        api.put("/v1/releases/tiny/aliases/stable", {"version": 2}),
+    ):
+        assert answer.status_code == 503
+        assert digest in answer.json()["detail"]
+    assert api.get("/v1/releases/tiny/aliases/stable").json()["version"] == 1
+    assert len(api.get("/v1/releases").json()["items"]) == 2
+
+
+def cut(api: Api, digest: str) -> None:
+    """Remove the last byte of a stored blob, as a full disk or a broken copy may."""
+    path = api.service.blobs.path(digest)
+    path.chmod(0o600)
+    os.truncate(path, path.stat().st_size - 1)

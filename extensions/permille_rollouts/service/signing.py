@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from sqlalchemy.orm import Session
 
+from permille.errors import PackageError
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts, releases, tables
@@ -77,22 +78,23 @@ def _finish(session: Session, repository: Repository, row: tables.Rollout) -> No
 def _revert(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:
     """Publish the package of the version before the rollout as a new version.
 
-    If the service lacks the team's key, it publishes nothing. The alias still points at the version before
-    the rollout, so devices return to that version. If an operator has moved the alias or yanked the version
-    before the rollout, nothing is published either, and devices follow the alias.
+    If the service lacks the team's key, or has lost the package's manifest, it publishes nothing. The alias
+    still points at the version before the rollout, so devices return to that version. If an operator has
+    moved the alias or yanked the version before the rollout, nothing is published either, and devices follow
+    the alias.
     """
     before = releases.get(session, tenant_id=row.tenant_id, name=row.release, version=row.before)
     if before.yanked_at is not None or not _is_where_it_was(session, row):
         rollouts.reverted(session, row)
         return
     package = artifacts.get(session, tenant_id=row.tenant_id, kind=JobKind.PACKAGE, key=before.package_digest)
-    manifest = service.blobs.read(package.digest, limit=MAX_MANIFEST_BYTES)
     version = releases.latest_version(session, tenant_id=row.tenant_id, name=row.release) + 1
     listed = repository.target(target_path(row.release, row.before))
     training = Training() if listed is None else training_of(listed)
     try:
+        manifest = service.blobs.hurried().read(package.digest, limit=MAX_MANIFEST_BYTES)
         repository.publish(row.release, version, manifest, aliases=[row.alias], training=training)
-    except KeyElsewhereError as exc:
+    except (KeyElsewhereError, PackageError) as exc:
         logger.warning(
             "the devices of %s go back to version %d, not to a new version: %s", row.id, row.before, exc
         )

@@ -23,6 +23,7 @@ from permille.store.fleet.comparison import compare
 from permille.trust.repository import Repository
 from permille.trust.roles import Training
 from permille_service.access.principals import Anyone, DevicePrincipal, Maker, Viewer, note_version
+from permille_service.content import check_stored
 from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
 from permille_service.parameters import AliasName, OtherVersion, Paging, ReleaseName, VersionNumber, page_of
@@ -130,6 +131,8 @@ def put_alias(name: ReleaseName, alias: AliasName, body: AliasPut, service: Serv
         row = releases.set_alias(
             session, tenant_id=operator.tenant_id, name=name, alias=alias, version=body.version
         )
+        release = releases.get(session, tenant_id=operator.tenant_id, name=name, version=body.version)
+        _whole_package(service, session, operator.tenant_id, release.package_digest)
         repository.move_alias(name, alias, body.version)
         return Alias(release=row.name, alias=row.alias, version=row.version)
 
@@ -174,8 +177,16 @@ def _package(session: Session, tenant_id: str, digest: str) -> tables.Artifact:
     return artifacts.get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)
 
 
+def _whole_package(service: Service, session: Session, tenant_id: str, digest: str) -> tables.Artifact:
+    """Return a package whose blobs are all stored. Otherwise devices would follow it and never install it."""
+    package, blobs = _package(session, tenant_id, digest), service.blobs.hurried()
+    for blob in package.blobs:
+        check_stored(blobs, blob)
+    return package
+
+
 def _publish(service: Service, session: Session, tenant_id: str, body: ReleaseCreate) -> ReleaseRecord:
-    package = _package(session, tenant_id, body.package_digest)
+    package = _whole_package(service, session, tenant_id, body.package_digest)
     row = releases.publish(session, name=body.name, package=package)
     if body.alias is not None:
         releases.set_alias(

@@ -16,7 +16,7 @@ from securesystemslib.signer import CryptoSigner
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from permille.errors import OperatorError
+from permille.errors import PermilleError
 from permille.store import audit, database, trust
 from permille.trust.metadata import expiry_of, is_due
 from permille.trust.repository import KEYS_AT_START, Repository
@@ -111,7 +111,7 @@ def read_file(service: Service, tenant_id: str, file: str) -> bytes:
 
     Raises:
         NotFoundError: there is no such file.
-        OperatorError, DBAPIError, OSError: the timestamp has expired and cannot be renewed.
+        PermilleError, DBAPIError, OSError: the timestamp has expired and cannot be renewed.
     """
     data, at, is_unsigned = trust.read_file(service.database, tenant_id=tenant_id, file=file)
     if file != TIMESTAMP_FILE or not (is_unsigned or is_due(TIMESTAMP, data, at)):
@@ -126,7 +126,7 @@ def read_file(service: Service, tenant_id: str, file: str) -> bytes:
 
     try:
         return change(service, tenant_id, renew)
-    except (OperatorError, DBAPIError, OSError) as exc:  # devices accept the old timestamp until it expires
+    except (PermilleError, DBAPIError, OSError) as exc:  # devices accept the old timestamp until it expires
         logger.error("trust metadata of tenant %s cannot be renewed: %s", tenant_id, exc)
         if at >= expiry_of(data):
             raise

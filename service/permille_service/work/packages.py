@@ -9,6 +9,7 @@ from permille.schemas.jobs import JobKind
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.problems import ProblemType
 from permille.store import artifacts
+from permille.store.tables import ArtifactBlob
 from permille_service.access.principals import Anyone, DevicePrincipal, Operator
 from permille_service.content import NOT_MODIFIED, blob_response, content_responses
 from permille_service.context import Served, Service
@@ -34,7 +35,7 @@ def get_package_manifest(
     digest: PackageDigest, request: Request, service: Served, principal: Anyone
 ) -> Response:
     """Read the manifest as canonical bytes. The digest of the package is the SHA-256 of these bytes."""
-    return blob_response(request, service, digest, _media_type(digest, digest, service, principal))
+    return blob_response(request, service, _blob(digest, digest, service, principal))
 
 
 @router.get(
@@ -51,8 +52,8 @@ def get_package_blob(
     digest: PackageDigest, blob_digest: BlobDigest, request: Request, service: Served, principal: Anyone
 ) -> Response:
     """Read one layer (a file of a package), in full or in part (`Range`, `If-Range`)."""
-    media_type = _media_type(digest, blob_digest, service, principal)
-    return blob_response(request, service, blob_digest, media_type, may_redirect=True)
+    blob = _blob(digest, blob_digest, service, principal)
+    return blob_response(request, service, blob, may_redirect=True)
 
 
 @router.head("/{digest}/blobs/{blob_digest}", response_class=Response, responses=_HEAD_RESPONSES)
@@ -60,14 +61,13 @@ def head_package_blob(
     digest: PackageDigest, blob_digest: BlobDigest, request: Request, service: Served, principal: Anyone
 ) -> Response:
     """Read the size and the ETag of one layer."""
-    media_type = _media_type(digest, blob_digest, service, principal)
-    return blob_response(request, service, blob_digest, media_type)
+    return blob_response(request, service, _blob(digest, blob_digest, service, principal))
 
 
-def _media_type(
+def _blob(
     digest: str, blob_digest: str, service: Service, principal: Operator | DevicePrincipal
-) -> str:
-    """Return the media type of a package's blob. Raises NotFoundError if this principal may not read it."""
+) -> ArtifactBlob:
+    """Return the row of a package's blob. Raises NotFoundError if this principal may not read it."""
     tenant_id = principal.tenant_id
     with service.database.read() as session:
         if isinstance(principal, DevicePrincipal):
@@ -76,4 +76,4 @@ def _media_type(
             )
         else:
             package = artifacts.get(session, tenant_id=tenant_id, kind=JobKind.PACKAGE, key=digest)
-    return artifacts.blob_with(package, digest=blob_digest).media_type
+    return artifacts.blob_with(package, digest=blob_digest)

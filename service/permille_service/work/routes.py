@@ -171,7 +171,7 @@ def _add_report(router: APIRouter, work: WorkKind, text: str) -> None:
         blob = artifacts.blob_of(row, REPORT)
         if blob is None:
             raise ApiError(ProblemType.NOT_FOUND, f"This {work.kind} has no report.")
-        return blob_response(request, service, blob.digest, "application/json")
+        return blob_response(request, service, blob)
 
     router.add_api_route(
         f"/{{{work.key}}}/report",

@@ -156,6 +156,19 @@ def test_a_revert_brings_no_yanked_version_back(api: Api) -> None:
     assert [one["version"] for one in api.get("/v1/releases").json()["items"]] == [2, 1]
 
 
+def test_a_lost_manifest_stops_a_revert_but_no_device(api: Api, moments: list[datetime]) -> None:
+    devices = fleet(api, 80)
+    made = start(api, on_stop="revert")
+    for token in in_wave(made["id"], devices, 50):
+        report(api, made["id"], token, installed=True, code="ok", worse=True, difference=0.05)
+    sweep(api, moments, 1)
+    assert show(api, made["id"])["state"] == "stopped"
+    api.service.blobs.delete(api.get("/v1/releases/tiny/versions/1").json()["manifest_digest"])
+    assert signed(api, devices[0][1]) is None
+    assert show(api, made["id"])["state"] == "reverted"
+    assert api.get("/v1/releases/tiny/aliases/stable").json()["version"] == 1
+
+
 def test_only_an_open_wave_may_begin(api: Api) -> None:
     devices = fleet(api)
     made = start(api)

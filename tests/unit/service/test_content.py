@@ -20,12 +20,16 @@ def answer(folder: Path, content: bytes, header: str) -> Any:
     """Return the response to GET of a blob with this Range header."""
     settings = SimpleNamespace(downloads=Downloads.SERVE, blob_bucket=None)
     service: Any = SimpleNamespace(blobs=BlobFolder(folder), settings=settings)
-    digest = service.blobs.put_bytes(content)
+    stored: Any = SimpleNamespace(
+        digest=service.blobs.put_bytes(content),
+        size_bytes=len(content),
+        media_type="application/octet-stream",
+    )
     app = FastAPI()
 
     @app.get("/")
     def blob(request: Request) -> Response:
-        return blob_response(request, service, digest, "application/octet-stream")
+        return blob_response(request, service, stored)
 
     problems.install(app)
     return TestClient(app).get("/", headers=[(b"Range", header.encode())])
