@@ -10,6 +10,7 @@ the whole corpus. `file_texts` is a generator, so that a file is never in memory
 import gzip
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,7 +123,7 @@ def check_head(path: Path) -> None:
         raise InputError(f"The name of {path.name!r:.200} must end with one of {', '.join(SUFFIXES)}.")
     with _opened(path, most=_HEAD_FILE_BYTES) as file:
         head = file.read(HEAD_BYTES)
-    lines = head.splitlines(keepends=True)
+    lines = BytesIO(head).readlines()  # lines end as in `_lines`, and not at a `\r` alone
     # If the file is longer than `HEAD_BYTES`, the last line may be cut off, so it is not checked.
     whole = len(head) < HEAD_BYTES
     report = ReadReport()
@@ -215,6 +216,8 @@ def _plain_texts(path: Path, report: ReadReport) -> Iterator[str]:
 def _line_of(line: bytes | None) -> str | BadRow:
     if line is None:
         return BadRow.TOO_LONG
+    if b"\0" in line:  # UTF-16, whose lines may be valid UTF-8 with zero bytes, or no text at all
+        return BadRow.NOT_UTF8
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError:
@@ -236,11 +239,17 @@ def _lines(path: Path) -> Iterator[bytes | None]:
 
 @contextmanager
 def _opened(path: Path, *, most: int | None = None) -> Iterator[BinaryIO]:
-    """Open a file, and decompress it if its name says so. Give at most the first `most` bytes of the file."""
+    """Open a file, and decompress it if its name says so. Give at most the first `most` bytes of the file.
+
+    A byte order mark at the start of the text is passed over. Programs of Windows write it.
+    """
     try:
         with path.open("rb") as whole:
-            file = whole if most is None else BytesIO(whole.read(most))
-            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if path.name.endswith(".gz") else file
+            part = whole if most is None else BytesIO(whole.read(most))
+            file = cast(BinaryIO, gzip.GzipFile(fileobj=part)) if path.name.endswith(".gz") else part
+            if file.read(len(BOM_UTF8)) != BOM_UTF8:
+                file.seek(0)
+            yield file
     except (gzip.BadGzipFile, zlib.error, EOFError) as exc:
         raise InputError(
             f"{path.name!r:.200} is not a complete gzip file: {exc}. Copy the file again."

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from permille.choices import StreamedDataset
 from permille.corpora import sources
-from permille.corpora.sources import BadRow, ReadReport, file_texts
+from permille.corpora.sources import BadRow, ReadReport, check_head, file_texts
 from permille.corpora.streams import streamed_texts
 from permille.errors import InputError, RetryableError
 
@@ -112,6 +113,31 @@ def test_plain_text_counts_lines_that_are_not_utf8(tmp_path: Path, monkeypatch: 
     texts, report = read(tmp_path, "a.txt", b"good\n\xff\xfe\nstill good\n\n" + b"good\n\n" * 9)
     assert texts == ["good\nstill good\n\n", *["good\n\n"] * 9]
     assert report.bad == {BadRow.NOT_UTF8: 1}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    content = BOM_UTF8 + (b"one\n" if name == "a.txt" else rows("one"))
+    texts, report = read(tmp_path, name, gzip.compress(content) if name.endswith("gz") else content)
+    assert ([text.strip() for text in texts], report.bad.total()) == (["one"], 0)
+    check_head(tmp_path / name)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_plain_text_in_utf_16_is_refused(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes(("a line of a story\r\n\r\n" * 1000).encode(encoding))
+    for check in (check_head, lambda path: list(file_texts(path, ReadReport()))):
+        with pytest.raises(InputError, match="not-utf8"):
+            check(tmp_path / "a.txt")
+
+
+def test_rows_end_for_the_check_as_for_a_job(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(rows("one", "two").replace(b"\n", b"\r"))
+    (tmp_path / "b.jsonl").write_bytes(b'{"text":\r"one"}\n')
+    with pytest.raises(InputError, match="not-json"):
+        check_head(tmp_path / "a.jsonl")
+    check_head(tmp_path / "b.jsonl")
+    assert list(file_texts(tmp_path / "b.jsonl", ReadReport())) == ["one"]
 
 
 def test_a_huge_paragraph_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
