@@ -165,7 +165,10 @@ async def answer(request: Request, exc: Exception) -> Response:
         logger.error("%s: %s", "disk" if isinstance(exc, OSError) else "database", exc)
         return problem_response(path, ProblemType.UNAVAILABLE, fault)
     logger.error("unhandled error on %s %s", request.method, path, exc_info=exc)
-    return problem_response(path, ProblemType.INTERNAL, "an unexpected error; the log has the details")
+    # The middleware raises the error again, so uvicorn closes the connection. A client must not use it again.
+    closing = {"Connection": "close"}
+    detail = "an unexpected error; the log has the details"
+    return problem_response(path, ProblemType.INTERNAL, detail, headers=closing)
 
 
 @contextmanager

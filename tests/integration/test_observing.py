@@ -118,6 +118,7 @@ def test_an_unexpected_error_has_an_id_and_is_counted(
     assert answer.status_code == 500
     assert [trace and trace.trace_id for trace in logged] == [answer.headers["X-Request-ID"]]
     assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["connection"] == "close"  # uvicorn closes it, and the next request would be lost
     assert numbers["permille_request_seconds_count", "method=GET,route=/v1/models,status=500"] == 1
 
 
