@@ -4,9 +4,11 @@ The order of the choice:
 
 1. A byte order mark.
 2. Bytes with zeros: UTF-32 or UTF-16 without a mark, if that gives characters of text.
-3. UTF-8. Other text is hardly ever valid UTF-8 by chance, so this comes before a declaration.
+3. UTF-8. Other text is hardly ever valid UTF-8 by chance, so this comes before a declaration. A few wrong
+   bytes are replaced: a program has cut a character, or appended a line in another charset.
 4. The declared charset, by the names and aliases of the WHATWG (`webencodings`), else of Python.
-5. charset-normalizer. It cannot tell some charsets of Latin letters apart, because each byte is a letter in
+5. The charset of Japanese, Korean or Chinese in which nearly all characters are common ones.
+6. charset-normalizer. It cannot tell some charsets of Latin letters apart, because each byte is a letter in
    all of them. Of these, take the one whose letters belong to a single alphabet and stand in their places.
 """
 
@@ -53,6 +55,22 @@ _WITHIN_WORDS: Final = "’·\u00ad"
 _BOXES: Final = "─│┌┐└┘├┤┬┴┼═║╔╗╚╝"
 _PUNCTUATION: Final = frozenset(f"–—‘‚“”„…«»‹›¿¡•°§€£©®™ ½¼²³×{_WITHIN_WORDS}{_BOXES}")
 _HEAD_BYTES: Final = 1 << 16  # part of the bytes from which a charset of Latin letters is chosen
+_MOST_DAMAGED: Final = 0.2  # share of wrong bytes to characters beyond ASCII in UTF-8
+# An older standard of each charset, and the bytes of common characters there. Only Japanese has kana. The first
+# charset wins a tie: each Korean letter is also a common character of Chinese.
+_EAST_ASIAN: Final = {
+    "cp949": ("euc_kr", rb"[\xa1\xa3\xb0-\xc8].|\xa4[\xa1-\xd3]"),
+    "euc_jp": ("euc_jp", rb"[\xa1\xa4\xa5\xb0-\xcf]."),
+    "cp932": ("shift_jis", rb"[\x81-\x83\x88-\x97].|[\xa1-\xdf]"),
+    "gb18030": ("gb2312", rb"[\xa1\xa3\xb0-\xd7]."),
+    "big5": ("big5", rb"[\xa1-\xc6]."),
+}
+_WRONG: Final = re.compile("[\udc80-\udcff]+")  # bytes that are no UTF-8, as `surrogateescape` keeps them
+_KANA: Final = re.compile("[\u3041-\u30fe]")
+_LEAST_COMMON: Final = 0.85  # share of the characters beyond ASCII
+_LEAST_KANA: Final = 0.2
+_JAPANESE: Final = ("euc_jp", "shift_jis")
+_LEAST_LETTERS: Final = 4
 
 
 class UnreadableError(PermilleError):
@@ -91,7 +109,24 @@ def decode(data: bytes, declared: str | None = None) -> tuple[str, str]:
     for charset in (*charsets, "utf-8") if data.isascii() else ("utf-8", *charsets):
         if (text := _strict(data, charset)) is not None:
             return text, "utf-8" if data.isascii() and text == data.decode("ascii") else charset
+        if charset == "utf-8" and (text := _damaged_utf_8(data)) is not None:
+            return text, "damaged utf-8"
     return _detected(data)
+
+
+def _damaged_utf_8(data: bytes) -> str | None:
+    """Return a text in UTF-8 with a few wrong bytes, or None if it is in another charset."""
+    text = data.decode("utf-8", "surrogateescape")
+    wrong = len(_WRONG.findall(text))
+    if wrong > _MOST_DAMAGED * sum(not letter.isascii() for letter in _WRONG.sub("", text)):
+        return None
+
+    def replaced(found: re.Match[str]) -> str:
+        letters = found[0].encode("utf-8", "surrogateescape").decode("cp1252", "replace")
+        # A line in another charset has letters of cp1252. Other bytes are a part of a character.
+        return letters if letters.isalpha() and found.end() < len(text) else "\ufffd"
+
+    return _WRONG.sub(replaced, text)
 
 
 def _charsets(declared: str | None) -> Iterator[str]:
@@ -124,6 +159,9 @@ def _is_text(text: str) -> bool:
 def _detected(data: bytes) -> tuple[str, str]:
     import charset_normalizer
 
+    common = {one: _common(data, one) for one in _EAST_ASIAN}
+    if common[best := max(common, key=lambda one: common[one])] >= _LEAST_COMMON:
+        return data.decode(best), best
     found = charset_normalizer.from_bytes(data, cp_isolation=list(_DETECTED)).best()
     if found is None and (text := _strict(data, "cp1252")) is not None and _is_text(text):
         return text, "cp1252"  # too short for the detector
@@ -137,6 +175,18 @@ def _detected(data: bytes) -> tuple[str, str]:
     if (text := _strict(data, charset)) is None:
         return str(found), found.encoding
     return text, charset
+
+
+def _common(data: bytes, charset: str) -> float:
+    """Return the share of a text's characters beyond ASCII that are common in a charset of East Asia."""
+    text = _strict(data, charset) or ""
+    letters = [one for one in text[:_HEAD_BYTES] if not one.isascii()]
+    base, common = _EAST_ASIAN[charset]
+    kana = sum(_KANA.match(one) is not None for one in letters)
+    if len(letters) < _LEAST_LETTERS or (base in _JAPANESE and kana < _LEAST_KANA * len(letters)):
+        return 0.0
+    coded = (one.encode(base, "replace") for one in letters)
+    return sum(re.fullmatch(common, one, re.DOTALL) is not None for one in coded) / len(letters)
 
 
 def _fit(data: bytes, charset: str) -> float:

@@ -61,6 +61,13 @@ def test_utf_8_is_read_under_a_wrong_name(label: str | None) -> None:
     assert decode(JAPANESE.encode(), label) == (JAPANESE, "utf-8")
 
 
+@pytest.mark.parametrize("label", ["iso-8859-1", "shift_jis", None])
+def test_a_few_wrong_bytes_cost_utf_8_no_other_character(label: str | None) -> None:
+    appended, cut = f"{RUSSIAN}\nGrößer\n", f"{RUSSIAN} “ß”"
+    assert decode(RUSSIAN.encode() + "\nGrößer\n".encode("cp1252"), label) == (appended, "damaged utf-8")
+    assert decode(cut.encode()[:-1], label) == (f"{cut[:-1]}\ufffd", "damaged utf-8")
+
+
 @pytest.mark.parametrize("label", ["x-unknown", "unknown-8bit", "base64", "utf-16", "utf-8", None])
 @pytest.mark.parametrize(
     ("codec", "text"),
@@ -86,6 +93,12 @@ def test_utf_8_is_read_under_a_wrong_name(label: str | None) -> None:
         ("euc_jp", JAPANESE),
         ("gb18030", "今天我们在花园里种了西红柿，下雨了。"),
         ("cp949", "오늘은 정원에 토마토를 심었습니다. 비가 옵니다."),
+        ("cp949", "그래ㅋㅋㅋㅋㅋㅋ 내일 봐 ㅠㅠ"),
+        ("cp932", "私は火曜日にエンドウ豆を植えました。"),
+        ("cp932", "ﾄﾏﾄ と きゅうり"),
+        ("euc_jp", "会議は来週の月曜日に延期"),
+        ("gb18030", "妻子剪了几枝玫瑰，放在花"),
+        ("big5", "我星期二種了豌豆，一週內就發芽了。"),
     ],
 )
 def test_a_charset_that_nothing_names_is_detected(codec: str, text: str, label: str | None) -> None:
