@@ -27,6 +27,8 @@ _MARKS: Final = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+MARKS: Final = tuple(mark for mark, _ in _MARKS)
+"""Byte order marks, with which a text may begin."""
 _DETECTED: Final = (
     *("cp1252", "cp1250", "iso8859_2", "cp1254", "cp1257", "mac_roman", "cp1251", "koi8_r", "cp866"),
     *("cp850", "cp437", "cp852"),  # text of DOS, and of its programs that still run
@@ -56,8 +58,8 @@ _BOXES: Final = "─│┌┐└┘├┤┬┴┼═║╔╗╚╝"
 _PUNCTUATION: Final = frozenset(f"–—‘‚“”„…«»‹›¿¡•°§€£©®™ ½¼²³×{_WITHIN_WORDS}{_BOXES}")
 _HEAD_BYTES: Final = 1 << 16  # part of the bytes from which a charset of Latin letters is chosen
 _MOST_DAMAGED: Final = 0.2  # share of wrong bytes to characters beyond ASCII in UTF-8
-# An older standard of each charset, and the bytes of common characters there. Only Japanese has kana. The first
-# charset wins a tie: each Korean letter is also a common character of Chinese.
+# An older standard of each charset, and the bytes of common characters there. Only Japanese has kana. The
+# first charset wins a tie: each Korean letter is also a common character of Chinese.
 _EAST_ASIAN: Final = {
     "cp949": ("euc_kr", rb"[\xa1\xa3\xb0-\xc8].|\xa4[\xa1-\xd3]"),
     "euc_jp": ("euc_jp", rb"[\xa1\xa4\xa5\xb0-\xcf]."),

@@ -5,6 +5,7 @@ process (`child.py`), within its limits. PDF and RTF need one library each (the 
 The others need only the standard library.
 """
 
+import codecs
 import csv
 import email
 import re
@@ -18,7 +19,7 @@ from html.parser import HTMLParser
 from io import BytesIO, StringIO
 from typing import Final
 
-from permille.sandbox.decoding import UnreadableError, decode
+from permille.sandbox.decoding import MARKS, UnreadableError, decode
 from permille.sandbox.office import open_document_text, word_text
 
 _BLOCKS: Final = re.compile(
@@ -72,6 +73,12 @@ _SIGNED: Final = re.compile(
     r"|^-----BEGIN PGP SIGNATURE-----\n(?:[^-\n][^\n]{0,99}\n|\n){0,99}-----END PGP SIGNATURE-----\n?",
     re.MULTILINE,
 )
+# What PGP, PEM and uuencode make of a text or a file.
+_CODED: Final = re.compile(
+    r"^-----BEGIN ([A-Z0-9 ]{3,40})-----\n.*?^-----END \1-----(?:\n|\Z)"
+    r"|^begin [0-7]{3,4} [^\n]{1,255}\n(?:[ -`]{1,90}\n)+end(?:\n|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
 # The last line of programs for phones.
 _SENT_FROM: Final = re.compile(
     r"\n(?:Sent from my [^\n]{1,40}|Von meinem [^\n]{1,40} gesendet|Envoyé de(?:puis)? mon [^\n]{1,40}"
@@ -97,6 +104,9 @@ def texts_of(kind: str, data: bytes) -> list[Extracted]:
         UnreadableError: the document cannot be read.
         Exception: the document is damaged. The libraries raise errors of many types.
     """
+    if kind in (".eml", ".mbox"):
+        data = data.removeprefix(codecs.BOM_UTF8)
+        data = decode(data)[0].encode("utf-8", "replace") if data.startswith(MARKS) else data
     if kind == ".mbox":
         return [_extracted(_mail, message) for message in _messages(data)]
     return [_READERS.get(kind, decode_extracted)(data)]
@@ -166,6 +176,7 @@ def _rtf(data: bytes) -> Extracted:
 def _table(data: bytes) -> Extracted:
     """Return the rows of a table as lines of cells."""
     text, charset = decode(data)
+    text = text.replace("\r\n", "\n").replace("\r", "\n")  # the parser refuses a CR alone
     csv.field_size_limit(_MAX_CELL)
     try:
         dialect: type[csv.Dialect] = csv.Sniffer().sniff(text[:_DECLARED_WITHIN], ",;\t|")
@@ -348,7 +359,7 @@ def _mail(data: bytes) -> Extracted:
     if not parts:
         return Extracted(reason="a mail without text")
     text = "\n\n".join(part.text for part in parts).replace("\r\n", "\n")
-    text = _SIGNED.sub("", text)
+    text = _CODED.sub("", _SIGNED.sub("", text))
     text = _ORIGINAL.sub("", _QUOTED.sub("", _ATTRIBUTION.sub("", text)))
     text = _SENT_FROM.sub("\n", text)
     text = re.sub(r"\n{3,}", "\n\n", text)
@@ -371,6 +382,9 @@ def _bodies(part: Message) -> Iterator[Extracted]:
         else:
             yield from (text for texts in found for text in texts)
     elif kind in ("text/plain", "text/html"):
+        if (coding := part["Content-Transfer-Encoding"]) is not None:
+            # The parser does not know a name with white space behind it.
+            part.replace_header("Content-Transfer-Encoding", str(coding).strip())
         data = part.get_payload(decode=True)
         text, charset = decode(data if isinstance(data, bytes) else b"", part.get_content_charset())
         if kind == "text/html":

@@ -96,7 +96,8 @@ def parse_row(row: object) -> tuple[str | None, Content]:
     group = row.get("group")
     if group is not None:
         group = _string(row, "group")
-    kinds = [name for name in ("text", "messages", "completion") if name in row]
+    # Programs write null for a column that a row lacks.
+    kinds = [name for name in ("text", "messages", "completion") if row.get(name) is not None]
     if len(kinds) != 1:
         raise InputError("not exactly one of `text`, `messages`, `completion`")
     match kinds[0]:
@@ -106,7 +107,7 @@ def parse_row(row: object) -> tuple[str | None, Content]:
             prompt = row.get("prompt")
             if not isinstance(prompt, str):
                 raise InputError("`prompt` is not a string")
-            return group, Completion(encodable(prompt), _string(row, "completion"))
+            return group, Completion(cleaned(prompt), _string(row, "completion"))
     return group, Conversation(_messages(row["messages"]))
 
 
@@ -114,9 +115,22 @@ def _string(row: dict[str, Any], name: str) -> str:
     value = row[name]
     if not isinstance(value, str):
         raise InputError(f"`{name}` is not a string")
-    if not value.strip():
+    if not (value := cleaned(value)).strip():
         raise InputError(f"`{name}` is empty")
-    return encodable(value)
+    return value
+
+
+def cleaned(text: str) -> str:
+    r"""Return a text with `\n` at the ends of lines, without zeros and byte order marks.
+
+    Halves of surrogate pairs become U+FFFD. Fonts of some PDF files and programs that cut an emoji give them.
+
+    Example:
+        >>> cleaned("one\r\ntwo")
+        'one\ntwo'
+    """
+    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text.replace("\r\n", "\n").replace("\r", "\n").replace("\x00", "").replace("\ufeff", "")
 
 
 def encodable(text: str) -> str:
@@ -133,11 +147,27 @@ def _messages(messages: object) -> tuple[tuple[str, str], ...]:
         raise InputError("`messages` is not a list with at least one message")
     turns = []
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise InputError("a message is not an object with a `content` string")
-        if message.get("role") not in ROLES:
+        if not isinstance(message, dict):
+            raise InputError("a message is not an object")
+        role, said = message.get("role"), _said(message.get("content"))
+        # The turns of tools are left out: a device has no tools.
+        if role in ("tool", "function") or (message.get("tool_calls") and not said.strip()):
+            continue
+        role = "system" if role == "developer" else role
+        if role not in ROLES:
             raise InputError(f"a message's role is not one of {', '.join(ROLES)}")
-        turns.append((str(message["role"]), encodable(message["content"])))
+        turns.append((str(role), cleaned(said)))
     if not any(role == "assistant" and content.strip() for role, content in turns):
         raise InputError("no assistant message")
     return tuple(turns)
+
+
+def _said(content: object) -> str:
+    """Return the content of a message, which may be missing or a list of texts."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError("the content of a message is no text")
+    return "\n".join(map(str, texts))

@@ -13,16 +13,22 @@ _MAX_FRONT_MATTER: Final = 1 << 14
 # key, an item of a list, indented or empty, and the first line must be a key.
 _FRONT_MATTER: Final = re.compile(
     r"---[ \t]*\n"
-    r"(?:(?:\"[^\"\n]+\"|[^\W\d][\w-]*(?: [\w-]+)?):(?:[ \t][^\n]*)?\n"
+    r"(?:(?:\"[^\"\n]+\"|'[^'\n]+'|[^\W\d][\w.-]*(?: [\w-]+)?):(?:[ \t][^\n]*)?\n"
     r"(?:(?:(?:[ \t]+|-[ \t]|\])[^\n]*)?\n)*+)++"
     r"(?:---|\.\.\.)[ \t]*(?:\n|\Z)"
 )
-_SMALL_KEY: Final = re.compile(r"^\"?[a-z_][\w-]*(?: [\w-]+)?\"?:", re.MULTILINE)
+_SMALL_KEY: Final = re.compile(r"^[\"']?[a-z_][\w.-]*(?: [\w-]+)?[\"']?:", re.MULTILINE)
+# The same in TOML, as Hugo and Zola write it: keys, tables, and lists of several lines.
+_TOML: Final = re.compile(
+    r"\+\+\+[ \t]*\n(?:(?:[\w.\"'-]+[ \t]*=[^\n]*|\[{1,2}[^\[\]\n]+\]{1,2}|[ \t#\]][^\n]*)?\n)++"
+    r"\+\+\+[ \t]*(?:\n|\Z)"
+)
 _MARKUP: Final = re.compile(
     r"(?P<code>^(?P<fence>`{3,}|~{3,})[^\n]*\n.*?(?:^(?P=fence)|\Z)|`[^`\n]+`)"
     r"|^%%[^%\n]*\n.*?%%[ \t]*$"  # a comment of several lines
     r"|!\[\[[^\[\]\n]{0,500}\]\]"  # an embedded note or picture
     r"|\[\[(?:[^\[\]|\n]{0,500}\|)?(?P<page>[^\[\]\n]{1,500}?)(?:#\^[\w-]+)?\]\]"
+    r"|!?\[[^\[\]\n]{0,500}\]\(<?data:[^()\s]*\)|<img\b[^<>]{0,500}\ssrc=[\"']?data:[^<>]*>"  # a picture
     r"|!?\[(?P<words>[^\[\]\n]{0,500})\]\((?:[^()\n]|\([^()\n]{0,500}\)){0,2000}\)"
     r"|(?<=> )\[![\w|-]+\][+-]?[ \t]*"  # the kind of a callout
     r"|[ \t]\^[\w-]+$",  # the name of a block, to which links lead
@@ -34,7 +40,7 @@ _DEFINITION: Final = re.compile(
     r"(?:[ \t]+(?:\"[^\"\n]*\"|'[^'\n]*'|\([^()\n]*\)))?[ \t]*(?:\n|\Z)",
     re.MULTILINE,
 )
-_REFERENCE: Final = re.compile(r"!?\[([^\[\]\n]{1,500})\]\[([^\[\]\n]{0,500})\]")
+_REFERENCE: Final = re.compile(r"!?\[([^\[\]\n]{0,500})\]\[([^\[\]\n]{0,500})\]")
 
 
 def split_front_matter(text: str) -> tuple[str, str]:
@@ -46,7 +52,9 @@ def split_front_matter(text: str) -> tuple[str, str]:
     """
     found = _FRONT_MATTER.match(text, 0, _MAX_FRONT_MATTER)
     # Between two rules, a person may write "Evening: rain". Programs write at least one key in small letters.
-    end = found.end() if found and _SMALL_KEY.search(found[0]) else 0
+    if not found or not _SMALL_KEY.search(found[0]):
+        found = _TOML.match(text, 0, _MAX_FRONT_MATTER)
+    end = found.end() if found else 0
     return text[:end], text[end:]
 
 

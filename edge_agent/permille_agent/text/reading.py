@@ -35,7 +35,7 @@ from pathlib import Path
 from permille.errors import InputError
 from permille.sandbox.process import Sandbox, SandboxError
 from permille_agent.text.chats import NOTICES, Chat, telegram_chats, whatsapp_chat
-from permille_agent.text.documents import Content, Document, PlainText, characters, parse_row
+from permille_agent.text.documents import Content, Document, PlainText, characters, cleaned, parse_row
 from permille_agent.text.exports import exported_conversations, parse_conversation
 from permille_agent.text.markdown import split_front_matter, without_targets
 from permille_agent.text.report import DataReport, shown
@@ -140,7 +140,7 @@ class _Reader:
                 self._report.bad(place, reason)
             else:
                 self._count_charset(charset)
-                yield from self._row(place, _clean(text).strip())
+                yield from self._row(place, cleaned(text).strip())
 
     def _export(self, path: Path) -> Iterator[Row]:
         text = self._decoded(path.read_bytes())
@@ -186,19 +186,19 @@ class _Reader:
 
     def _chat_text(self, chat: Chat) -> str:
         self._report.left_out.update({NOTICES: chat.notices} if chat.notices else {})
-        return chat.text()
+        return cleaned(chat.text())  # the strings of JSON may hold anything
 
     def _decoded(self, data: bytes) -> str:
         """Decode text. The child process decodes text that is not UTF-8, which takes libraries and time."""
         try:
             # UTF-16 of plain letters is valid UTF-8 with zeros, and Japanese mail is ASCII with escapes.
             if b"\0" not in data and b"\x1b$" not in data:
-                return _clean(data.decode("utf-8-sig"))
+                return cleaned(data.decode("utf-8-sig"))
         except UnicodeDecodeError:
             pass
         ((text, charset, _),) = self._extracted(".txt", data)
         self._count_charset(charset)
-        return _clean(text)
+        return cleaned(text)
 
     def _count_charset(self, charset: str) -> None:
         if charset != "utf-8":
@@ -217,13 +217,6 @@ class _Reader:
         if "error" in answer:
             raise InputError(str(answer["error"]))
         return [(str(text), str(charset), str(reason)) for text, charset, reason in answer["texts"]]
-
-
-def _clean(text: str) -> str:
-    r"""Return a text with `\n` at the ends of lines, and without characters that UTF-8 cannot encode."""
-    # Fonts of some PDF files give half of a surrogate pair.
-    text = text.encode("utf-8", "replace").decode("utf-8")
-    return text.replace("\r\n", "\n").replace("\r", "\n").replace("\x00", "").replace("\ufeff", "")
 
 
 def _without_duplicates(

@@ -105,7 +105,29 @@ def test_a_mail_is_decoded_by_its_charset_and_encoding(label: str, codec: str, t
     encoded = base64.b64encode(data).decode()
     assert _texts(".eml", f"{head}Content-Transfer-Encoding: quoted-printable\n\n{quoted}=\n\n") == [text]
     assert _texts(".eml", f"{head}Content-Transfer-Encoding: base64\n\n{encoded}\n") == [text]
+    assert _texts(".eml", f"{head}Content-Transfer-Encoding: Base64 \t\n\n{encoded}\n") == [text]
     assert _texts(".eml", f"{head}Content-Transfer-Encoding: 8bit\n\n".encode() + data) == [text]
+
+
+@pytest.mark.parametrize("codec", ["utf-8-sig", "utf-16"])
+def test_mail_that_an_editor_has_saved_is_read(codec: str) -> None:
+    mail = "From: Jo\nContent-Type: text/plain; charset=us-ascii\n\nSchöne Pflaumen.\n"
+    assert _texts(".eml", mail.encode(codec)) == ["Schöne Pflaumen."]
+    box = f"From jo Mon Jan  1 10:00:00 2024\n{mail}\nFrom jo Tue Jan  2 10:00:00 2024\n{mail}"
+    assert _texts(".mbox", box.encode(codec)) == ["Schöne Pflaumen."] * 2
+
+
+@pytest.mark.parametrize(
+    "coded",
+    [
+        "-----BEGIN PGP MESSAGE-----\nVersion: 1\n\nhQEMA1234+/\n=ab12\n-----END PGP MESSAGE-----\n",
+        "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----",
+        "begin 644 plums.gif\nM1TE&.#EA`0`!\n#0V%T\n`\nend\n",
+    ],
+)
+def test_what_programs_encode_within_a_mail_is_left_out(coded: str) -> None:
+    assert _texts(".eml", f"{HEAD}\nSee below.\n\n{coded}") == ["See below."]
+    assert _texts(".eml", f"{HEAD}\nbegin 644 rows\nand end\n") == ["begin 644 rows\nand end"]
 
 
 def test_all_parts_that_a_mail_shows_are_read_and_no_other() -> None:
@@ -222,6 +244,7 @@ def test_a_mail_of_apple_is_read_without_its_properties() -> None:
 
 def test_a_table_is_its_cells_line_by_line() -> None:
     rows = 'day;note\n1.5.;"Sowed; then\nrain"\n\n2.5.;Hoed\n'
+    assert _texts(".csv", b"day,note\r1.5.,Sowed\r") == ["day\tnote\n1.5.\tSowed"]
     assert _texts(".csv", rows.encode("utf-16")) == ["day\tnote\n1.5.\tSowed; then\nrain\n2.5.\tHoed"]
 
 

@@ -12,6 +12,8 @@ from permille_agent.text.markdown import split_front_matter, without_targets
         "---\r\ntags:\r\n  - a\r\n- b\r\naliases: []\r\n---\r\n".replace("\r\n", "\n"),
         "---\nsummary: >-\n  two lines\n  of text\ndate created: 2024-05-01\n...\n",
         '---\n"created": 2024-05-01\n\nДата: 1\ntext: |\n  one\n\n  two\n---\n',
+        "---\n'tags': a\nlayout.kind: post\n---\n",
+        '+++\ntitle = "Peas"\ntags = [\n  "a",\n]\n\n[extra]\nx.y = 1\n+++\n',
         '---\ntags: [a,\n  b\n]\nurl: "https://example.org"\n---',
     ],
 )
@@ -36,6 +38,7 @@ def test_a_block_of_keys_at_the_beginning_is_front_matter(front: str) -> None:
         "---\ntitle: never closed\n\nText\n",
         "---\n---\nText\n",
         "Text\n---\ntitle: Peas\n---\n",
+        "+++\nPeas = good.\nI planted them.\n+++\n",
         "--- \ntext ---\n",
         "----\ntitle: Peas\n----\n",
         "---\n" + "a b: c d\n" * 5000,
@@ -52,6 +55,9 @@ def test_text_between_rules_is_no_front_matter(text: str) -> None:
         ("![[Pasted image 2024.png]]\nThe bed.", "\nThe bed."),
         ("![our bed](images/a(1).png) and [the shop](https://example.org/a_(b)).", "our bed and the shop."),
         ("A thought. ^a1b2", "A thought."),
+        (f"One ![bed](data:image/png;base64,{'A' * 9000}) two.", "One  two."),
+        (f'One <img alt="bed" src="data:image/png;base64,{"A" * 9000}"/> two.', "One  two."),
+        (f"One ![][image1] two.\n\n[image1]: <data:image/png;base64,{'A' * 9000}>\n", "One  two.\n\n"),
         ("See [[Bed 7#^a1b2]] and [[#Soil]].", "See Bed 7 and #Soil."),
         ("> [!tip]- Peas\n> in rows", "> Peas\n> in rows"),
         (

@@ -56,21 +56,23 @@ def test_reads_the_three_kinds_of_rows(tmp_path: Path) -> None:
         ({"text": "x", "completion": "y"}, "not exactly one of `text`, `messages`, `completion`"),
         ({"text": 5}, "`text` is not a string"),
         ({"text": " \n"}, "`text` is empty"),
-        ({"text": "x\ud800"}, "half of a surrogate pair"),
+        ({"text": "\0"}, "`text` is empty"),
         ({"text": "x", "group": 4}, "`group` is not a string"),
-        ({"text": "x", "group": "\ud800"}, "half of a surrogate pair"),
         ({"completion": "y"}, "`prompt` is not a string"),
         ({"prompt": "x", "completion": ""}, "`completion` is empty"),
         ({"messages": []}, "`messages` is not a list with at least one message"),
-        ({"messages": ["x"]}, "a message is not an object with a `content` string"),
+        ({"messages": ["x"]}, "a message is not an object"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "the content of a message is no text"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "the content of a message is no text"),
         (
-            {"messages": [{"role": "user", "content": [1]}]},
-            "a message is not an object with a `content` string",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "the content of a message is no text",
         ),
         (
-            {"messages": [{"role": "tool", "content": "x"}]},
+            {"messages": [{"role": "critic", "content": "x"}]},
             "a message's role is not one of system, user, assistant",
         ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "no assistant message"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no assistant message"),
     ],
 )
@@ -80,6 +82,35 @@ def test_counts_bad_rows_with_file_and_line(tmp_path: Path, row: object, reason:
     assert [document.content for document in documents] == [PlainText("a good row")]
     assert dict(report.bad_rows) == {reason: 1}
     assert report.examples == [f"{path}:2: {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("row", "content"),
+    [
+        ({"text": "one\r\ntwo\rthree\0", "messages": None, "prompt": None}, PlainText("one\ntwo\nthree")),
+        ({"text": "\ufeffa cut emoji \ud83d"}, PlainText("a cut emoji \ufffd")),
+        ({"prompt": "a\r\n", "completion": "b\r\n", "text": None}, Completion("a\n", "b\n")),
+        (
+            {
+                "messages": [
+                    {"role": "developer", "content": "Be\r\nbrief."},
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "2+2"}, {"type": "text", "text": "?"}],
+                    },
+                    {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+                    {"role": "tool", "content": "4", "tool_call_id": "1"},
+                    {"role": "assistant", "content": "Four \udc00"},
+                ]
+            },
+            Conversation((("system", "Be\nbrief."), ("user", "2+2\n?"), ("assistant", "Four \ufffd"))),
+        ),
+    ],
+)
+def test_rows_of_other_programs_are_their_text(tmp_path: Path, row: object, content: object) -> None:
+    documents, report = read_documents([_jsonl(tmp_path / "a.jsonl", [row])])
+    assert [document.content for document in documents] == [content]
+    assert not report.bad_rows
 
 
 def test_counts_rows_that_are_too_long_or_in_another_charset(
