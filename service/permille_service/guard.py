@@ -11,6 +11,7 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from permille.addresses import plain_address
 from permille.schemas.problems import ProblemType
 from permille_service.problems import ApiError, problem_response
 from permille_service.settings import Settings
@@ -59,15 +60,18 @@ class Guard:
         guarded_send = _with_security_headers(send, wanted)
         headers = Headers(scope=scope)
         limit = self._body_limit(scope)
-        refusal = self._refusal(scope["path"], headers, limit)
+        refusal = self._refusal(scope, headers, limit)
         if refusal is not None:
             await refusal(scope, receive, guarded_send)
             return
         await self._app(scope, _limited(receive, limit), guarded_send)
 
-    def _refusal(self, path: str, headers: Headers, limit: int) -> ASGIApp | None:
-        host = _host_name(headers.get("host", ""))
-        if host not in self._hosts:
+    def _refusal(self, scope: Scope, headers: Headers, limit: int) -> ASGIApp | None:
+        host, path = _host_name(headers.get("host", "")), scope["path"]
+        # Prometheus and Kubernetes call a pod by its address. A page can bind its own name to an address, but
+        # its requests then still have this name.
+        own = scope["server"] and _bracketed(plain_address(scope["server"][0]))
+        if host not in self._hosts and host != own:
             detail = "The service does not answer to this host name. Add it with `permille up --allow-host`."
             return problem_response(path, ProblemType.MISDIRECTED, detail)
         # If the header declares no length, `_limited` counts the bytes of the body while they arrive.

@@ -66,6 +66,21 @@ def test_docker_compose_reads_the_compose_file() -> None:
                 assert mounted.is_file(), mounted
 
 
+def test_what_starts_jobs_collects_the_children_that_they_leave() -> None:
+    """The first process of a container inherits orphans, and Python does not wait for them."""
+    told = run("docker-compose", "-f", str(DEPLOY / "compose/compose.yaml"), "config", **SECRETS)
+    services = yaml.safe_load(told)["services"]
+    assert all(services[name]["init"] for name in ("api", "worker"))
+    pod = render(REQUIRED)["Deployment", "permille-worker"]["spec"]["template"]["spec"]
+    assert pod["shareProcessNamespace"] is True
+
+
+def test_the_database_is_asked_as_the_api_asks_it() -> None:
+    """The image first starts a server that has a Unix socket only."""
+    told = run("docker-compose", "-f", str(DEPLOY / "compose/compose.yaml"), "config", **SECRETS)
+    assert "127.0.0.1" in yaml.safe_load(told)["services"]["postgres"]["healthcheck"]["test"]
+
+
 def test_no_container_shares_the_network_of_one_that_is_replaced() -> None:
     """A container that joined the network of another one loses it when that one is started again."""
     told = run("docker-compose", "-f", str(DEPLOY / "compose/compose.yaml"), "config", **SECRETS)
@@ -481,7 +496,11 @@ def test_the_api_starts_as_in_a_pod_and_answers_the_probes(tmp_path: Path) -> No
             while subprocess.run([sys.executable, *probe[1:]], capture_output=True, check=False).returncode:
                 assert time.monotonic() < until, name
         with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=False, trust_env=False) as client:
-            for host, status in (("models.example.org", 200), ("permille-api", 200), ("example.net", 421)):
+            inside = ("permille-api", "permille-api.default", "permille-api.default.svc")
+            for host, status in (
+                *dict.fromkeys(("models.example.org", *inside), 200).items(),
+                ("example.net", 421),
+            ):
                 assert client.get("/livez", headers={"Host": host}).status_code == status, host
     assert (tmp_path / "permille-private/own/operator.token").is_file()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from permille.schemas.problems import MEDIA_TYPE, TYPE_BASE, ProblemType
 from permille.store.jobs import queue
@@ -104,6 +105,14 @@ def test_foreign_host_is_refused_on_every_path(api: Api, host: str) -> None:
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8321", "127.0.0.1:1", "[::1]:8321"])
 def test_loopback_host_is_answered(api: Api, host: str) -> None:
     assert api.client.get("/v1/health", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("address", ["192.0.2.7", "[2001:db8::7]"])
+def test_a_pod_answers_to_its_own_address_alone(api: Api, address: str) -> None:
+    pod = TestClient(api.client.app, f"http://{address}:8321")
+    assert pod.get("/livez").status_code == 200
+    for host in ("192.0.2.8", "[2001:db8::8]", "evil.example", f"{address}.evil.example"):
+        assert pod.get("/livez", headers={"Host": host}).status_code == 421, host
 
 
 def test_configured_host_is_answered(tmp_path: Path) -> None:
