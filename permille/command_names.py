@@ -12,7 +12,7 @@ from typing import Any, Final
 from typer.core import TyperGroup
 
 _NAMES = {
-    "permille": "up preflight builds masks quantizations packages poolings "
+    "permille": "up preflight builds masks quantizations packages "
     "exports fleet releases trust invitations devices runs models corpora jobs tokens tenants audit "
     "retention blobs",
     "permille-agent": "enroll pull train show compare run install-service policy data generate chat serve "

@@ -2,7 +2,7 @@
 
 The logits of the next token are a bias for every token plus entries of a table of token pairs. The first
 masked values of the package are the biases, the others are entries of the table. The gradient is exact. The
-pairs are chosen by the digest of the parent package, so a package with a pooled state has the same engine.
+pairs are chosen by the digest of the parent package, so a package with a program has the same engine.
 """
 
 import copy

@@ -206,7 +206,7 @@ CASES: Final[dict[str, Case]] = {
     ),
     "jobs": _reading(lambda session: queue.list_jobs(session, tenant_id=TENANT), "ix_jobs_tenant_id_id"),
     "jobs-of-kind": _reading(
-        lambda session: _list_jobs(session, queue.JobFilter(kind=JobKind.POOLING)),
+        lambda session: _list_jobs(session, queue.JobFilter(kind=JobKind.EXPORT)),
         "ix_jobs_kind",
     ),
     "jobs-in-state": _reading(

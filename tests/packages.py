@@ -24,7 +24,6 @@ from permille.package.manifest import Layer, Lengths, Manifest
 from permille.package.reader import Package
 from permille.quantization.types import Scheme
 from permille.tensors import RawTensor
-from permille.training.pooling import Pooled, write_pooled
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
 TINY_LLAMA: dict[str, Any] = {
@@ -174,15 +173,6 @@ class MemoryModel:
         return self.files.get(name)
 
 
-def pooled_package(package: Package, s_K: NDArray[np.int64], step_unit_exponent: int) -> Package:
-    """Add a pooled state to the package, in the same folder. The losses of the state are made up."""
-    found = Pooled(
-        s_K=s_K, step_unit_exponent=step_unit_exponent, loss_base=1.0, loss_pooled=0.5, gain=0.5, error=0.1
-    )
-    manifest = write_pooled(package.blobs, package.manifest, found, {"corpus": "made up"})
-    return Package.open(package.blobs, manifest.digest)
-
-
 def program_bytes(rest: bytes = b"not a program") -> bytes:
     """Return bytes that have the header of a program (FORMAT 4.11), but that no runtime can load."""
     return struct.pack("<I8sIQQQ", 40, b"ET12eh00", 32, 40, 40, len(rest)) + rest
@@ -191,7 +181,7 @@ def program_bytes(rest: bytes = b"not a program") -> bytes:
 def program_package(package: Package, data: bytes = program_bytes()) -> Package:
     """Add a program to the package, in the same folder. The program is never run."""
     layer = Layer(role=Role.PROGRAM, digest=package.blobs.put_bytes(data), size_bytes=len(data))
-    made = package.manifest.with_addition(layer, {"weights": "float32"})
+    made = package.manifest.with_program(layer, {"weights": "float32"})
     return Package.open(package.blobs, write_manifest(package.blobs, made))
 
 

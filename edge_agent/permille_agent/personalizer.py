@@ -188,8 +188,8 @@ class Personalizer:
     ) -> str:
         """Answer the prompt if the model has a chat template. Otherwise, continue the prompt.
 
-        This uses the personal model if one was adopted, else the package's pooled state or its base. A chat
-        model also reads passages of the text of `fit` that fit the prompt (see `passages`).
+        This uses the personal model if one was adopted, else the base. A chat model also reads passages
+        of the text of `fit` that fit the prompt (see `passages`).
 
         Args:
             prompt: the message or the beginning of the text.

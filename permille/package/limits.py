@@ -60,7 +60,6 @@ class Role(StrEnum):
     - VALUES: the values of the masked weights.
     - REFERENCE: rows of public text, by which training keeps general knowledge and measures it.
     - BASIS: directions for the first steps of zeroth order, which were learned from public text.
-    - POOLED: a state that was trained on the corpus of a release.
     - PROGRAM: the model as a program for ExecuTorch.
     - FILE: a file of the config, the tokenizer or the license.
     """
@@ -73,7 +72,6 @@ class Role(StrEnum):
     VALUES = "values"
     REFERENCE = "reference"
     BASIS = "basis"
-    POOLED = "pooled"
     PROGRAM = "program"
     FILE = "file"
 
@@ -87,7 +85,6 @@ MEDIA_TYPES = {
     Role.VALUES: "application/vnd.permille.values+safetensors",
     Role.REFERENCE: "application/vnd.permille.reference+safetensors",
     Role.BASIS: "application/vnd.permille.basis+safetensors",
-    Role.POOLED: "application/vnd.permille.state",
     Role.PROGRAM: "application/vnd.permille.program",
     Role.FILE: "application/vnd.permille.file",
 }
@@ -95,7 +92,5 @@ MEDIA_TYPES = {
 # FORMAT 3.3: a package has one layer of each of these roles.
 REQUIRED_ROLES = (Role.DENSE, Role.PLAIN, Role.BLOCKS)
 MASK_ROLES, ADAPTER_ROLES = (Role.MASK, Role.VALUES), (Role.ADAPTER,)
-# FORMAT 4.9: the additions, each with its key in the provenance. The parent of a package lacks these layers.
-ADDITIONS = {Role.POOLED: "pooling", Role.PROGRAM: "export"}
 # FORMAT 4.7: the layers with hashed blocks, in the order of the list of hashes.
 BLOCKED_ROLES = (Role.DENSE, Role.PLAIN)

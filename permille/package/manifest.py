@@ -7,7 +7,7 @@ reads no blob and no clock.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
@@ -18,7 +18,6 @@ from permille.digests import JSON, canonical_json, digest_of, is_digest, parse_c
 from permille.errors import PackageError
 from permille.package.limits import (
     ADAPTER_ROLES,
-    ADDITIONS,
     BLOCK_BYTES,
     BLOCK_HASH_BYTES,
     BLOCKED_ROLES,
@@ -41,7 +40,6 @@ from permille.package.limits import (
     MEDIA_TYPES,
     PROGRAM_HEADER_BYTES,
     REQUIRED_ROLES,
-    STATE_BLOCK_WEIGHTS,
     VERSION,
     Role,
 )
@@ -54,6 +52,7 @@ from permille.quantization.types import (
 
 Member = TypeVar("Member", bound=StrEnum)
 
+_EXPORT = "export"  # the key of a program in the provenance (FORMAT 4.9)
 # FORMAT 4.2: an nf4 weight also has a code table and a quantization state, of at most this size together.
 _CODE_BOOK_BYTES = 320
 
@@ -308,30 +307,25 @@ class Manifest:
         """Return the FILE layers by name."""
         return {layer.path: layer for layer in self.layers if layer.path is not None}
 
-    def with_addition(self, layer: Layer, made: Mapping[str, JSON]) -> "Manifest":
-        """Return this package with an added layer (a pooled state or a program) and the record of how it
-        was made. The layer replaces an earlier layer of the same role.
+    def with_program(self, layer: Layer, made: Mapping[str, JSON]) -> "Manifest":
+        """Return this package with a program, and the record of how it was made. An earlier program is
+        replaced.
         """
-        rest = self._without((layer.role,))
-        provenance = {**rest.provenance, ADDITIONS[layer.role]: dict(made)}
-        return replace(rest, layers=sort_layers([*rest.layers, layer]), provenance=provenance)
+        parent = self.parent()
+        provenance = {**parent.provenance, _EXPORT: dict(made)}
+        return replace(parent, layers=sort_layers([*parent.layers, layer]), provenance=provenance)
 
     def with_part(self, layer: Layer, made: Mapping[str, JSON]) -> "Manifest":
         """Return this package with a reference or a basis, and the record of how it was made."""
-        # These layers are no additions (FORMAT 4.9), so the parent of a package has them, too.
         layers = sort_layers([*(x for x in self.layers if x.role is not layer.role), layer])
         return replace(self, layers=layers, provenance={**self.provenance, layer.role.value: dict(made)})
 
     def parent(self) -> "Manifest":
-        """Return this package without additions (FORMAT 4.9). Additions are made from the parent and
-        bound to it.
+        """Return this package without its program, which is made from the parent and bound to it (FORMAT
+        4.9).
         """
-        return self._without(ADDITIONS)
-
-    def _without(self, roles: Collection[Role]) -> "Manifest":
-        keys = {ADDITIONS[role] for role in roles}
-        provenance = {key: value for key, value in self.provenance.items() if key not in keys}
-        layers = tuple(layer for layer in self.layers if layer.role not in roles)
+        provenance = {key: value for key, value in self.provenance.items() if key != _EXPORT}
+        layers = tuple(layer for layer in self.layers if layer.role is not Role.PROGRAM)
         return replace(self, layers=layers, provenance=provenance)
 
     def to_bytes(self) -> bytes:
@@ -443,7 +437,6 @@ class Manifest:
         rank = 0 if self.adapter is None else self.adapter.rank
         # FORMAT 4.10: A may be stored in 2 or 4 bytes per number.
         frozen = rank * sum(t.shape[1] for t in self.tensors if t.count)  # numbers of A
-        blocks_of_state = -(-k // STATE_BLOCK_WEIGHTS)
         bounds = {
             Role.DENSE: (sum(least for least, _ in dense), sum(most for _, most in dense) + overhead),
             Role.PLAIN: (0, MAX_LAYER_BYTES),
@@ -453,9 +446,6 @@ class Manifest:
             Role.VALUES: (2 * k, 4 * k + overhead),
             Role.REFERENCE: (0, MAX_REFERENCE_BYTES),
             Role.BASIS: (2 * k, MAX_COLUMNS * k + overhead),
-            # FORMAT 11: a packed state has 44 bytes of magic, size and digest, and a header of at most 1,024
-            # bytes. Each block has one byte for its bit width, and at most 7 bytes per weight.
-            Role.POOLED: (blocks_of_state + 44, blocks_of_state + 7 * k + 1068),
             # At most 4 bytes per weight, 8 bytes per code of a table (a tied head occurs twice), and 32 bytes
             # per trained number (FORMAT 3.4).
             Role.PROGRAM: (

@@ -3,7 +3,7 @@
 `Package.open` does this, in order:
 
 1. It checks the digest of the manifest, and parses it.
-2. It hashes the small layers: files, blocks, mask, adapter, values, reference and pooled state.
+2. It hashes the small layers: files, blocks, mask, adapter, values, reference and basis.
 3. It compares the structure of all layers with the manifest and the config.
 
 The big layers (dense and plain) are mapped. All their blocks are hashed when the first of their
@@ -281,18 +281,6 @@ class Package:
         """
         layer = self._layers.get(Role.BASIS)
         return None if layer is None else read_basis(layer, self.k)
-
-    def pooled(self) -> bytes | None:
-        """Return the checked bytes of the pooled state, or None. `permille.zo.packed_state` parses
-        them.
-
-        Raises:
-            PackageError: `blob-digest`.
-        """
-        if not self.manifest.has_layer(Role.POOLED):
-            return None
-        layer = self.manifest.layer(Role.POOLED)
-        return self.blobs.read(layer.digest, limit=layer.size_bytes)
 
     def program(self) -> Path | None:
         """Return the path of the checked program, or None.

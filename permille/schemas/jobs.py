@@ -23,7 +23,6 @@ class JobKind(StrEnum):
     SHARD = "shard"
     QUANTIZATION = "quantization"
     PACKAGE = "package"
-    POOLING = "pooling"
     EXPORT = "export"
     BUILD = "build"
     REPLAY = "replay"

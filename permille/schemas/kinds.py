@@ -22,8 +22,6 @@ from permille.schemas.packages import (
     ExportCreate,
     PackageCreate,
     PackageRecord,
-    Pooling,
-    PoolingCreate,
 )
 from permille.schemas.quantizations import Quantization, QuantizationCreate
 from permille.schemas.runs import ReplayRequest
@@ -97,21 +95,6 @@ _OWN: Final = (
         prefix=None,
     ),
     WorkKind(
-        kind=JobKind.POOLING,
-        request=PoolingCreate,
-        record=Pooling,
-        collection="poolings",
-        about="Add pooled states, which are trained on public text, to packages.",
-        starts="Train a pooled state of a package on public text, and add it.",
-        view=View(
-            columns=("id", "state", "package_digest", "created_at"),
-            example="--package 577a9004 --corpus stories --steps 400",
-            then="permille releases publish NAME --package {} --alias stable",
-        ),
-        key="pooling_id",
-        prefix="job",
-    ),
-    WorkKind(
         kind=JobKind.EXPORT,
         request=ExportCreate,
         record=Export,
@@ -143,7 +126,7 @@ WORK: Final[Mapping[JobKind, WorkKind]] = {
 }
 """The kinds that requests start, with those of extensions, in the order of document and commands."""
 # Kinds of jobs whose result is a package.
-MAKES_PACKAGES: Final = frozenset({JobKind.PACKAGE, JobKind.BUILD, JobKind.POOLING, JobKind.EXPORT})
+MAKES_PACKAGES: Final = frozenset({JobKind.PACKAGE, JobKind.BUILD, JobKind.EXPORT})
 
 
 def _preflight(work: WorkKind) -> type[Closed]:
@@ -195,6 +178,6 @@ def result_path(kind: JobKind, result_id: str) -> str | None:
         >>> result_path(JobKind.MASK, "mask_1")
         '/v1/masks/mask_1'
     """
-    # The result of a build, a pooling or an export is a package.
+    # The result of a build or an export is a package.
     made = _ALL.get(JobKind.PACKAGE if kind in MAKES_PACKAGES else kind)
     return None if made is None or made.collection is None else f"/v1/{made.collection}/{result_id}"

@@ -125,34 +125,6 @@ class PackageCreate(Closed):
         return self
 
 
-class PoolingCreate(Closed):
-    """Train a pooled state of a package on public text, and make a package that carries it."""
-
-    examples: ClassVar[Examples] = {
-        "400 steps on a corpus": {"package_digest": EXAMPLE_DIGEST, "corpus_id": EXAMPLE_CORPUS}
-    }
-
-    package_digest: Digest = Field(
-        description="package to start from; the new one differs only in its pooled state"
-    )
-    corpus_id: Id = Field(description="public text to train on; the last part is held out to judge the state")
-    steps: Annotated[
-        int,
-        Field(strict=True, ge=1, le=100_000, description="training steps along the gradient"),
-        WholeNumber,
-    ] = 400
-    rows: Annotated[int, Field(strict=True, ge=1, le=256, description="sequences in a step"), WholeNumber] = 4
-    sequences: Annotated[
-        int,
-        Field(strict=True, ge=8, le=1_000_000, description="number of sequences to take from the corpus"),
-        WholeNumber,
-    ] = 2000
-    length: Annotated[
-        int, Field(strict=True, ge=8, le=8192, description="tokens in a sequence"), WholeNumber
-    ] = 128
-    seed: Seed = Field(default=0, description="seed of the choice of sequences and their order")
-
-
 class ExportCreate(Closed):
     """Export a package as a program for ExecuTorch's runtime, and make a package that carries it."""
 
@@ -203,11 +175,10 @@ class PackageLayer(Closed):
 class PackageRecord(Result):
     """A package. Its id is the digest of its manifest.
 
-    If the package has the layer `pooled`, devices begin with the state in this layer. If it has the layer
-    `program`, an inference engine can run this program.
+    If the package has the layer `program`, an inference engine can run this program.
     """
 
-    request: PackageCreate | PoolingCreate | ExportCreate
+    request: PackageCreate | ExportCreate
     k: Count
     layers: list[PackageLayer]
 
@@ -278,7 +249,7 @@ class BuildCreate(Closed):
 
 
 class _OfJob(Closed):
-    """Fields that builds, poolings and exports have in common. Their ids are those of their jobs."""
+    """Fields that builds and exports have in common. Their ids are those of their jobs."""
 
     id: Id
     state: JobState
@@ -293,13 +264,6 @@ class Build(_OfJob):
     mask_id: Id | None
     quantization_id: Id | None
     package_digest: Digest | None
-
-
-class Pooling(_OfJob):
-    """A training of a pooled state. Its id is that of its job."""
-
-    request: PoolingCreate
-    package_digest: Digest | None = Field(description="digest of the package with the state, once it exists")
 
 
 class Export(_OfJob):

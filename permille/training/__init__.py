@@ -1,1 +1,1 @@
-"""Training along a gradient, for devices and for jobs: Adam on the lattice, and pooled states."""
+"""Training along a gradient, for devices and for jobs: Adam on the lattice, and a basis."""

@@ -41,7 +41,7 @@ _MAX_WIDTH = 55  # the bit length of zigzag(2**53)
 
 
 class StateOrigin(StrEnum):
-    """Origin of a state: the text of a person, or the corpus of a release."""
+    """Origin of a state: the text of a person, or rounds of many devices."""
 
     PERSONAL = "personal"
     POOLED = "pooled"
@@ -136,27 +136,6 @@ def read_state(package: Package, data: bytes) -> PackedState:
     """
     state = decode_state(data, max_bytes=len(data), max_k=package.k)
     state.check_binding(package_digest=package.digest, mask_digest=package.mask_digest, k=package.k)
-    return state
-
-
-def pooled_state(package: Package) -> PackedState | None:
-    """Read the pooled state of a package (FORMAT 4.9). Return None if it has none.
-
-    Raises:
-        PackageError: `blob-digest`, or a rule of FORMAT 11 is broken. `state-binding`: the state does not
-            belong to the package's parent (the package without additions), or is not a pooled state.
-    """
-    data = package.pooled()
-    if data is None:
-        return None
-    state = decode_state(data, max_bytes=len(data), max_k=package.k)
-    # FORMAT 4.9: a pooled state names the parent, because it cannot name the manifest that lists it.
-    parent = package.manifest.parent().digest
-    state.check_binding(package_digest=parent, mask_digest=package.mask_digest, k=package.k)
-    if state.header.origin is not StateOrigin.POOLED:
-        raise PackageError(
-            "state-binding", f"A package holds pooled states only, and this one is {state.header.origin}."
-        )
     return state
 
 

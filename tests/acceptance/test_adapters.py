@@ -1,7 +1,9 @@
 """A package with an adapter, from its build to a person's model: built, pulled, trained, shared, exported."""
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +18,47 @@ from permille_agent.cli.main import main
 from permille_agent.state.home import Home
 from permille_agent.state.models import active_model
 from permille_agent.training.personal import model_values
-from tests.acceptance.test_pooled import Device, checked, own_text
-from tests.running_service import running_service
+from tests.packages import sentences
+from tests.running_service import Running, running_service
 from tests.tiny_model import write_model
 
 ADAPTER = ("--adapter", "lora", "--rank", "4", "--alpha", "8")
 WITH_LOG = ("--share-log", "--queries", "8")
+WAIT_S = 120.0
+
+
+class Device:
+    """`permille-agent` in a home folder."""
+
+    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._home = home
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> Any:
+        """Run a command that must succeed. Return the JSON that it prints."""
+        self._capsys.readouterr()
+        code = main(["--home", str(self._home), *arguments, "--json"])
+        printed = self._capsys.readouterr()
+        assert code == 0, printed.err
+        return json.loads(printed.out)
+
+
+def own_text(folder: Path) -> Path:
+    """Write the text of a user. The words of its sentences are in reverse order."""
+    path = folder / "user.txt"
+    path.write_text("\n\n".join(" ".join(reversed(text.split())) for text in sentences(900, seed=3)))
+    return path
+
+
+def checked(up: Running, run_id: str) -> dict[str, Any]:
+    """Wait until the service has checked a run's log. Return the service's record of the log."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        log: dict[str, Any] = up.answer("runs", "show", run_id)["log"]
+        if log["state"] != "pending":
+            return log
+        time.sleep(0.2)
+    raise AssertionError(f"expected a verdict on {run_id} within {WAIT_S} s")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from permille.engines.executorch.engine import ExecutorchEngine
 from permille.errors import PackageError
 from permille.package.limits import MAX_MANIFEST_BYTES, PROGRAM_HEADER_BYTES, Role
 from permille.package.reader import Package, verify_package
-from tests.packages import pooled_package, program_bytes, program_package, tiny_package
+from tests.packages import program_bytes, program_package, tiny_package
 
 pytestmark = pytest.mark.attack(13, "forges the program of a package")
 
@@ -123,14 +123,12 @@ def test_a_damaged_or_absent_program_is_refused_where_it_is_wanted_alone(tmp_pat
         package.program()
 
 
-def test_programs_and_pooled_states_have_one_parent(tmp_path: Path) -> None:
-    """The order of additions does not matter, and removing them restores the parent's bytes."""
+def test_a_package_without_its_program_is_the_parent(tmp_path: Path) -> None:
     parent = tiny_package(tmp_path)
-    s_K = np.arange(parent.k) - 7
-    one = program_package(pooled_package(parent, s_K, -14))
-    other = pooled_package(program_package(parent), s_K, -14)
-    assert one.manifest == other.manifest
+    one = program_package(parent)
+    assert one.digest != parent.digest
     assert one.manifest.parent().to_bytes() == parent.manifest.to_bytes()
-    assert one.manifest.provenance.keys() == {"pooling", "export"}
+    assert set(one.manifest.layers) - set(parent.manifest.layers) == {one.manifest.layer(Role.PROGRAM)}
     again = program_package(one, program_bytes(b"another"))
     assert len(again.manifest.layers) == len(one.manifest.layers)
+    assert again.manifest.parent() == parent.manifest

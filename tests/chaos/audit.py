@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, create_engine, text
 
 ENDED = ("succeeded", "failed", "cancelled", "dead")
-_PACKAGES = ("package", "build", "pooling", "export")
+_PACKAGES = ("package", "build", "export")
 _INPUT_ERRORS = ("InputError", "PartFailed")
 """Errors that the infrastructure does not cause. PartFailed: the part of the job has the real error."""
 

@@ -44,9 +44,8 @@ SHARES: Final = {
     "round": 5,
     "private": 1,
     "fisher": 5,
-    "build": 3,
+    "build": 5,
     "shards": 2,
-    "pooling": 2,
     "sparsification": 1,
     "export": 0.5,
 }
@@ -366,7 +365,6 @@ def request_of(world: World, kind: str, key: str) -> tuple[str, dict[str, object
     )
     trained = {"adapter": {"kind": "lora-fa", "rank": 2}} if seed % 3 == 0 else {"mask": random_mask}
     measured = {"evaluation_corpus_id": world.corpus_id} if seed % 5 == 0 else {}
-    steps = {"steps": 2, "rows": 1, "sequences": 8, "length": 16, "seed": seed}
     few = {"sequences": 1, "length": 16, "evaluation_sequences": 1, "seed": seed}
     small = {"variants": 1 + seed % 2, "rows": 2, "tokens": 8}
     parts = {"mask_id": world.mask_id, "quantization_id": world.quantization_id}
@@ -380,7 +378,6 @@ def request_of(world: World, kind: str, key: str) -> tuple[str, dict[str, object
         ),
         "package": ("packages", dict(parts)),
         "build": ("builds", {**model, **trained}),
-        "pooling": ("poolings", {**corpus, **steps, "package_digest": world.package.digest}),
         "sparsification": ("sparsifications", {**model, **corpus, **few, "name": key}),
         "export": ("exports", {**small, "package_digest": world.package.digest}),
     }

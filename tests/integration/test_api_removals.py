@@ -51,13 +51,13 @@ def test_what_a_release_or_an_unfinished_job_names_stays(api: Api) -> None:
     package = api.package()
     path = f"/v1/packages/{package.digest}"
     with api.service.database.write() as session:
-        payload = {"package_digest": package.digest, "corpus_id": "corpus_x"}
-        job = queue.submit(session, NewJob(tenant_id=api.tenant_id, kind=JobKind.POOLING, payload=payload))
+        payload = {"package_digest": package.digest, "weights": "float32"}
+        job = queue.submit(session, NewJob(tenant_id=api.tenant_id, kind=JobKind.EXPORT, payload=payload))
     assert job.id in api.delete(path).json()["detail"]
-    assert api.delete(f"/v1/poolings/{job.id}").status_code == 409
+    assert api.delete(f"/v1/exports/{job.id}").status_code == 409
     api.post(f"/v1/jobs/{job.id}/cancel")
     assert api.delete(f"/v1/builds/{job.id}").status_code == 404, "it is no build"
-    assert api.delete(f"/v1/poolings/{job.id}").status_code == 204
+    assert api.delete(f"/v1/exports/{job.id}").status_code == 204
     assert api.get(f"/v1/jobs/{job.id}").status_code == 404
     api.publish(package)
     assert "release tiny version 1" in api.delete(path).json()["detail"]

@@ -195,7 +195,7 @@ def rollback(context: typer.Context, as_json: JsonOption = False) -> None:
     home = home_of(context)
     with hold_lock(home, "rollback"):
         active = models.rollback(home)
-    show(_now_active(home, active), as_json=as_json)
+    show(_now_active(active), as_json=as_json)
 
 
 def reset(context: typer.Context, as_json: JsonOption = False) -> None:
@@ -212,15 +212,11 @@ def reset(context: typer.Context, as_json: JsonOption = False) -> None:
     home = home_of(context)
     with hold_lock(home, "reset"):
         active = models.reset(home)
-    show(_now_active(home, active), as_json=as_json)
+    show(_now_active(active), as_json=as_json)
 
 
-def _now_active(home: "Home", active: "Active") -> dict[str, object]:
-    from permille_agent.state.models import carries_pooled
-
-    personal = active.run is not None
-    pooled = not personal and carries_pooled(home, active.package)
-    return {"package": active.package, "run": active.run, "personal": personal, "pooled": pooled}
+def _now_active(active: "Active") -> dict[str, object]:
+    return {"package": active.package, "run": active.run, "personal": active.run is not None}
 
 
 def forget(

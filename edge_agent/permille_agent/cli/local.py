@@ -298,7 +298,7 @@ def serve(
       curl -H "Authorization: Bearer $(cat TOKEN_FILE)" http://127.0.0.1:8081/v1/models
 
     The server listens on loopback only. It prints the name of a file with a token. Clients send this token as
-    their API key. The models are `personal`, `personal-no-memory`, `pooled` and `base`, if the device has
+    their API key. The models are `personal`, `personal-no-memory` and `base`, if the device has
     them. A request for any other name gets the first of these. This first model and
     `personal-no-memory` also read passages of your text that fit a message. The answer lists them in the
     field `notes`.
@@ -380,7 +380,7 @@ def export(
     from permille.package.blobs import BlobFolder
     from permille.package.reader import Package
     from permille_agent.local.model import memory_text_of
-    from permille_agent.state.models import carries_pooled, require_active
+    from permille_agent.state.models import require_active
     from permille_agent.training.personal import model_values, personal_memory
     from permille_agent.training.run import RunFolder
 
@@ -403,13 +403,7 @@ def export(
         values_K = model_values(home, active, package, beside_memory=memory is not None)
     remembers = not base and active.run is not None and RunFolder(home.runs / active.run).memory.exists()
     personal = active.run is not None and not base
-    pooled = not (personal or base) and carries_pooled(home, active.package)
-    document: dict[str, object] = {
-        "folder": str(folder),
-        "package": active.package,
-        "personal": personal,
-        "pooled": pooled,
-    }
+    document: dict[str, object] = {"folder": str(folder), "package": active.package, "personal": personal}
     if form is ExportForm.TRANSFORMERS:
         export_transformers(package, values_K, folder)
     elif form is ExportForm.PEFT:
@@ -488,7 +482,7 @@ def _sampling(
 def _variant(model: "LocalModel", base: bool) -> "Variant":
     from permille_agent.local.model import Variant
 
-    # The first variant is the default: personal, else pooled, else base.
+    # The first variant is the default: personal, else base.
     return Variant.BASE if base else model.variants[0]
 
 
@@ -510,17 +504,12 @@ def _render_comparison(console: Console, result: "SideBySide") -> None:
     from permille_agent.local.compare import first_token_words
     from permille_agent.training.parts import general_words
 
-    losses, pooled = result.losses, result.losses.pooled
+    losses = result.losses
     console.print(f"measured on: {losses.text}", highlight=False)
-    table = Table()
-    for column in ("", "base", "personal") if pooled is None else ("", "base", "pooled", "personal"):
-        table.add_column(column)
+    table = Table("", "base", "personal")
     for name, measured in (
-        ("loss per token", (losses.base, pooled, losses.personal)),
-        (
-            "bits per byte",
-            (losses.bits_per_byte_base, losses.bits_per_byte_pooled, losses.bits_per_byte_personal),
-        ),
+        ("loss per token", (losses.base, losses.personal)),
+        ("bits per byte", (losses.bits_per_byte_base, losses.bits_per_byte_personal)),
     ):
         table.add_row(name, *(f"{number:.4f}" for number in measured if number is not None))
     # An untested memory has no losses.
@@ -534,12 +523,9 @@ def _render_comparison(console: Console, result: "SideBySide") -> None:
         console.print(f"state and memory: {losses.parts.words()}", markup=False, highlight=False)
     if words := first_token_words(result.first_token_s):
         console.print(f"time to the first token: {words}", highlight=False)
-    if losses.improvement_on_pooled is not None:
-        console.print(f"improvement on the pooled model: {losses.improvement_on_pooled}", highlight=False)
     for sample in result.samples:
         console.print(Text(f"\n{sample.prompt} ...", style="bold"))
         table = Table.grid(padding=(0, 2))
-        for name in ("base", "pooled", "personal"):
-            if (text := getattr(sample, name)) is not None:
-                table.add_row(name, Text(text))
+        table.add_row("base", Text(sample.base))
+        table.add_row("personal", Text(sample.personal))
         console.print(table)

@@ -20,7 +20,6 @@ from permille_agent.state.choices import Consent, read_consent, read_references
 from permille_agent.state.home import Home, as_json
 from permille_agent.state.models import (
     active_model,
-    carries_pooled,
     installed_release,
     read_manifest,
 )
@@ -48,7 +47,6 @@ class Status:
         self.enrolment = self._read(lambda: load_enrolment(home), None)
         self.release = release = self._read(lambda: installed_release(home), None)
         self.active = active = self._read(lambda: active_model(home), None)
-        self.pooled = active is not None and self._read(lambda: carries_pooled(home, active.package), False)
         self.active_trains = self._trains(active.package if active else None)
         in_use = RunFolder(home.runs / active.run) if active and active.run else None
         self.active_decision = self._read(lambda: in_use.load("decision", Decision) if in_use else None, None)
@@ -108,7 +106,6 @@ class Status:
                 "package": active.package,
                 "run": active.run,
                 "personal": active.run is not None,
-                "pooled": active.run is None and self.pooled,
                 "trains": self.active_trains,
                 "part": chosen and chosen.part.value,
                 "has_memory": self.has_memory,
@@ -203,7 +200,7 @@ class Status:
                 return words
             words += f": {chosen.part.words}{'' if chosen.number else ', untested'}"
             return words + ", but the memory was erased" * (chosen.part.has_memory and not self.has_memory)
-        return "the pooled model" if self.pooled else "the base model"
+        return "the base model"
 
     def _run_words(self) -> str:
         if self.run is None:

@@ -115,8 +115,8 @@ def train(
         str,
         typer.Option(
             "--from",
-            help="Model to begin from. active: the model in use if it fits the package, else the pooled "
-            "state, else the base. pooled or base: begin again there. Zeroth order begins at the base.",
+            help="Model to begin from. active: the model in use if it fits the package, else the "
+            "adopted round, else the base. round or base: begin there. Zeroth order begins at the base.",
         ),
     ] = "active",
     learn: Annotated[
@@ -345,8 +345,7 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
         table.add_row("held-out loss", lost)
         table.add_row("against the base", str(decision.against_base))
     if decision.against_active is not None:
-        active = "the pooled model" if decision.pooled else "the active model"
-        table.add_row(f"against {active}", str(decision.against_active))
+        table.add_row("against the active model", str(decision.against_active))
     if decision.rows:
         table.add_row("measured on", decision.rows)
     if decision.general is not None or decision.against_base is not None:

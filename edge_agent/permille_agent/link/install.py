@@ -1,8 +1,7 @@
 """Installation of a downloaded package, after a trial in a confined child process.
 
-The trial verifies the whole package, tokenizes and decodes a sentence, and computes its losses with the base
-and with a pooled state. If the package has an ExecuTorch program and the runtime is installed, the program
-computes the losses, too.
+The trial verifies the whole package, tokenizes and decodes a sentence, and computes its losses. If the
+package has an ExecuTorch program and the runtime is installed, the program computes the losses, too.
 
 If the trial fails, the installed package stays. After a success, the old package is kept until the new one
 has been used once (`state/models.py`). If the new one does not open, the old package is installed again.
@@ -131,7 +130,7 @@ def run_trial(line: bytes) -> str:
 
 
 def _compute(package: "Package") -> None:
-    """Compute the losses of a sentence with the base, and with the pooled state if there is one.
+    """Compute the losses of a sentence.
 
     Raises:
         PackageError: a loss is not finite, or the tokenizer does not return the sentence.
@@ -142,8 +141,6 @@ def _compute(package: "Package") -> None:
     from permille.engines.factory import open_engine
     from permille.tokenizer_files import TextRules
     from permille.zo.estimators import Batch
-    from permille.zo.lattice import values
-    from permille.zo.packed_state import pooled_state
     from permille_agent.text.tokens import package_tokenizer
 
     tokenizer = package_tokenizer(package)
@@ -157,12 +154,9 @@ def _compute(package: "Package") -> None:
     target_BT = np.ones(ids_BT.shape, dtype=np.bool_)
     batch = Batch(input_ids_BT=ids_BT, attention_BT=target_BT.copy(), target_BT=target_BT)
     target_BT[:, 0] = False  # nothing comes before the first token to predict it from
-    engine, own = open_engine(package, threads=1), [package.values()]
-    if (pooled := pooled_state(package)) is not None:
-        own.append(values(own[0], pooled.s_K, pooled.header.step_unit_exponent))
-    for values_K in own:
-        if not np.isfinite(engine.token_losses(values_K, batch)).all():
-            raise PackageError("package-trial", "The loss of a sentence is NaN or infinite")
+    engine = open_engine(package, threads=1)
+    if not np.isfinite(engine.token_losses(package.values(), batch)).all():
+        raise PackageError("package-trial", "The loss of a sentence is NaN or infinite")
     if package.manifest.has_layer(Role.PROGRAM) and programs_run_here():
         _run_program(package, engine, batch)
 

@@ -15,12 +15,12 @@ from permille_agent.text.preparation import prepare, tokenize
 from permille_agent.text.reading import read_documents, survey
 from permille_agent.text.rows import document_rows
 from permille_agent.training.answers import Sample
-from permille_agent.training.decision import Decision, known_losses
-from permille_agent.training.evaluation import DocumentLosses, GeneralLoss, document_losses
+from permille_agent.training.decision import Decision
+from permille_agent.training.evaluation import GeneralLoss, document_losses
 from permille_agent.training.evidence import Comparison, compare_losses
 from permille_agent.training.outcome import TextSource
 from permille_agent.training.parts import Parts
-from permille_agent.training.run import BegunRun, LearnedText, RunFolder, find_run, finite_or_none
+from permille_agent.training.run import BegunRun, LearnedText, RunFolder, find_run
 
 PROMPT_WORDS = 6
 QUESTION_CHARACTERS = 200
@@ -34,7 +34,6 @@ class ComparedLosses:
     Attributes:
         text: description of the text.
         general: losses on general text at the end of the run, or None.
-        pooled: loss of the package's pooled state, or None.
         parts: choice among state and memory, or None if the run made no memory.
         improvement: reduction of the loss from the base to the personal model.
     """
@@ -46,9 +45,6 @@ class ComparedLosses:
     bits_per_byte_personal: float | None
     improvement: Comparison | None
     general: GeneralLoss | None = None
-    pooled: float | None = None
-    bits_per_byte_pooled: float | None = None
-    improvement_on_pooled: Comparison | None = None
     parts: Parts | None = None
 
 
@@ -99,11 +95,7 @@ def judged_losses(folder: RunFolder) -> ComparedLosses:
     """Return the losses that a run measured on its test split and on general text."""
     decision = folder.require("decision", Decision)
     by_parts = folder.load("learned", LearnedText) is not None
-    pooled = known_losses(folder, "active") if decision.pooled else None
     return ComparedLosses(
-        pooled=finite_or_none(pooled.per_token) if pooled else None,
-        bits_per_byte_pooled=finite_or_none(pooled.bits_per_byte) if pooled else None,
-        improvement_on_pooled=decision.against_active if pooled else None,
         text="nothing, because the text is too short for a test"
         if not decision.number
         else "parts of the text, each measured before the run trained on it"
@@ -136,22 +128,15 @@ def measured_losses(model: LocalModel, data_paths: Sequence[Path]) -> ComparedLo
         variant: document_losses(model.engine_of(variant), model.values(variant), rows, len(known))
         for variant in compared(model)
     }
-    base, personal, pooled = found[Variant.BASE], found[Variant.PERSONAL], found.get(Variant.POOLED)
-
-    def improvement_on(other: DocumentLosses) -> Comparison | None:
-        compared = compare_losses((other.nats_D - personal.nats_D) / other.tokens_D, other.tokens_D)
-        return compared if math.isfinite(compared.improvement) else None
-
+    base, personal = found[Variant.BASE], found[Variant.PERSONAL]
+    improvement = compare_losses((base.nats_D - personal.nats_D) / base.tokens_D, base.tokens_D)
     return ComparedLosses(
-        pooled=pooled.per_token if pooled else None,
-        bits_per_byte_pooled=pooled.bits_per_byte if pooled else None,
-        improvement_on_pooled=improvement_on(pooled) if pooled else None,
         text=f"{len(known)} documents, {int(base.tokens_D.sum())} tokens, which training may have used",
         base=base.per_token,
         personal=personal.per_token,
         bits_per_byte_base=base.bits_per_byte,
         bits_per_byte_personal=personal.bits_per_byte,
-        improvement=improvement_on(base),
+        improvement=improvement if math.isfinite(improvement.improvement) else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Text generation with the base, the pooled state and the personal model of the active package.
+"""Text generation with the base and the personal model of the active package.
 
 All variants share one engine and its quantized weights. They differ in the sparse trained values. Texts of
 the personal model follow its memory, if it has one.
@@ -21,14 +21,13 @@ from permille.engines.sampling import TokenSampling
 from permille.errors import InputError, PackageError
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
-from permille.zo.lattice import values
 from permille_agent.local.conversations import Conversations
 from permille_agent.local.passages import ANSWER_TOKENS, NOTHING, Consulted, asks_about_notes, with_passages
 from permille_agent.state.home import Home, first_error
 from permille_agent.state.models import Active, active_model, opening, require_active
 from permille_agent.text.documents import Learn
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
-from permille_agent.training.personal import model_values, personal_memory, pooled_start
+from permille_agent.training.personal import model_values, personal_memory
 from permille_agent.training.run import BegunRun, RunFolder
 
 GENERATION_CONFIG: Final = "generation_config.json"
@@ -40,7 +39,6 @@ class Variant(StrEnum):
     """Choice of the trained values."""
 
     BASE = "base"
-    POOLED = "pooled"
     PERSONAL = "personal"
     PERSONAL_WITHOUT_MEMORY = "personal-no-memory"
 
@@ -132,8 +130,6 @@ class LocalModel:
         self.memory: KeyValues | None = None
         # The default variant comes last, because `variants` reverses this order.
         self._values: dict[Variant, NDArray[np.float32]] = {Variant.BASE: base_K}
-        if (pooled := pooled_start(self.package)) is not None:
-            self._values[Variant.POOLED] = values(base_K, pooled.s_K, pooled.step_unit_exponent)
         if active.run is not None:
             personal_K = model_values(home, active, self.package)
             self.memory = personal_memory(home, active, self.package) if memory else None

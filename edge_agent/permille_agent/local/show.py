@@ -173,7 +173,7 @@ def _gain(decision: Decision | None) -> Mapping[str, Any] | None:
         "perplexity": math.exp(min(50.0, personal)),
         "sure": decision.against_base,
         "beside": decision.against_active,
-        "beside_name": "the pooled model" if decision.pooled else "the model in use before",
+        "beside_name": "the model in use before",
     }
 
 

@@ -34,7 +34,7 @@ _CHUNK_BYTES = 1 << 20
 _REMEDIES = {
     "enrolment.json": "move it away and `permille-agent enroll` again",
     "releases.json": "move it away and `permille-agent pull`",
-    "current.json": "move it away: the base or pooled model is used until a training adopts a model again",
+    "current.json": "move it away: the base is used until a training adopts a model again",
     "data.json": "run `permille-agent data repair`, which keeps what can still be read, or move it away",
     "decisions.json": "move it away: decisions are counted from 1 again",
     "consent.json": "run `permille-agent share-log off` to write it again",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from permille.errors import InputError, OperatorError, PackageError, RetryableError
 from permille.package.blobs import BlobFolder
-from permille.package.limits import MAX_MANIFEST_BYTES, Role
+from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
 from permille.trust.roles import Training
 from permille_agent.state.home import Home, read_record, write_record
@@ -69,8 +69,7 @@ class Active:
 
     Attributes:
         package: digest of the package.
-        run: folder name of the run whose state is used. None means the package's pooled state, or its base
-            if it has none.
+        run: folder name of the run whose state is used. None means the base of the package.
     """
 
     package: str
@@ -203,14 +202,6 @@ def require_active(home: Home) -> Active:
     if (active := active_model(home)) is None:
         raise OperatorError(nothing_installed(home))
     return active
-
-
-def carries_pooled(home: Home, package_digest: str) -> bool:
-    """Return whether a package has a pooled state. Return False if the manifest cannot be read."""
-    try:
-        return read_manifest(home, package_digest).has_layer(Role.POOLED)
-    except PackageError:
-        return False
 
 
 def read_manifest(home: Home, package_digest: str) -> Manifest:

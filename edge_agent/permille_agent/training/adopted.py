@@ -1,7 +1,7 @@
 """State of the round that a federation's operator has adopted.
 
-Trainings start from this state instead of the package's pooled state. The device also judges whether the
-state itself is better than the model in use. The files are in the folder of the federation.
+Trainings start from this state instead of the base. The device also judges whether the state itself is better
+than the model in use. The files are in the folder of the federation.
 """
 
 from dataclasses import dataclass

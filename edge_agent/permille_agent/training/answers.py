@@ -25,12 +25,11 @@ from permille_agent.text.tokens import TextTokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Text of each model after a prompt. `pooled` is None if the package has no pooled state."""
+    """Text of each model after a prompt."""
 
     prompt: str
     base: str
     personal: str
-    pooled: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

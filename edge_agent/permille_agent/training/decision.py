@@ -7,7 +7,7 @@
    state, the memory and both, the select split chooses the model. Its memory must keep the base's answers,
    too (`parts.py`).
 3. The chosen model is compared with the base on the test split (`evidence.py`).
-4. If a personal or pooled model is active, the chosen model is also compared with that model.
+4. If a personal model is active, the chosen model is also compared with that model.
 
 The model is adopted if it is significantly better in each comparison. Decisions are numbered, and later ones
 need stronger evidence. This bounds the probability of any false adoption on a device.
@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 
 from permille.engines.interface import Engine
 from permille.errors import InputError, OperatorError, PackageError
-from permille.package.limits import Role
 from permille.training.strength import EIGHTHS, scaled
 from permille.zo.lattice import MAX_STEP_UNIT_EXPONENT, state_digest, values
 from permille_agent.state.home import Home, read_record, write_record
@@ -100,8 +99,7 @@ class Decision:
         state_against_base: the reduction of the loss from the base to the state alone.
         number: the index of this decision among all on this device, from 1. 0 if nothing was compared.
         against_base: the reduction of the loss from the base to the chosen model.
-        against_active: the reduction of the loss from the active or pooled model to the chosen model.
-        pooled: whether the package's pooled state was the incumbent.
+        against_active: the reduction of the loss from the active model to the chosen model.
         rows: the rows on which losses were measured, in words.
     """
 
@@ -120,7 +118,6 @@ class Decision:
     bits_per_byte_personal: float | None = None
     against_base: Comparison | None = None
     against_active: Comparison | None = None
-    pooled: bool = False
     rows: str = ""
     strength: int = EIGHTHS
     scaled_digest: str | None = None
@@ -183,7 +180,7 @@ def decide_adoption(
         run: the run.
         selected: the state that the run has selected.
         incumbent: the active model.
-        open_incumbent: opens the active model. Not called if no personal or pooled model is active.
+        open_incumbent: opens the active model. Not called if no personal model is active.
     """
 
     def decide() -> Decision:
@@ -274,7 +271,6 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
         reason=_no_step(selected.stopped),
         loss_base=finite_or_none(base.per_token),
         bits_per_byte_base=finite_or_none(base.bits_per_byte),
-        pooled=incumbent.model.run is None and run.package.manifest.has_layer(Role.POOLED),
         rows=rows_words(run.prepared.test, run.options.row_tokens),
         strength=0,
     )
@@ -338,21 +334,20 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     if not against_base.better:
         return replace(decision, reason=f"not surely better than the base {where}")
     # The base is active, and the comparison with the base is done.
-    if incumbent.model.run is None and not decision.pooled:
+    if incumbent.model.run is None:
         return decision
-    active = "the pooled model" if decision.pooled else "the active model"
     try:
         first, second = _losses_beside_active(run, decision.part, chosen, incumbent)
     except (InputError, PackageError, OperatorError) as exc:
         # The device can no longer use the active model, so nothing is lost by replacing it.
-        return replace(decision, reason=f"better than the base; {active} cannot be opened: {exc}")
+        return replace(decision, reason=f"better than the base; the active model cannot be opened: {exc}")
     if not len(first.tokens_D):
         reason = "the active model has learned from all of this text: add new text to compare the two models"
         return replace(decision, adopted=False, reason=reason)
     against_active = _compared(first, second, number, least)
-    reason = f"better than the base and than {active} {where}"
+    reason = f"better than the base and than the active model {where}"
     if not against_active.better:
-        reason = f"better than the base, but not surely better than {active} {where}"
+        reason = f"better than the base, but not surely better than the active model {where}"
         if incumbent.learned:
             reason += ", without the text that the active model has learned from"
     return replace(
@@ -482,12 +477,6 @@ def _measured_once(folder: RunFolder, name: str, measure: Callable[[], DocumentL
         )
 
     return _unpacked(folder.once(f"losses-{name}", StoredLosses, stored))
-
-
-def known_losses(folder: RunFolder, name: str) -> DocumentLosses | None:
-    """Return the losses that a decision has stored under `name`, or None if it has stored none."""
-    known = folder.load(f"losses-{name}", StoredLosses)
-    return None if known is None else _unpacked(known)
 
 
 def _unpacked(known: StoredLosses) -> DocumentLosses:

@@ -54,12 +54,12 @@ _RANGES = {
 class Start(StrEnum):
     """Model that a run starts from.
 
-    `ACTIVE` is the active model if it belongs to the package, else the package's pooled state, else
-    the base. `personal.find_start` makes exceptions, for example for short texts.
+    `ACTIVE` is the active model if it belongs to the package, else `ROUND`, the state of the adopted
+    round, else the base. `personal.find_start` makes exceptions, for example for short texts.
     """
 
     ACTIVE = "active"
-    POOLED = "pooled"
+    ROUND = "round"
     BASE = "base"
 
 

@@ -162,9 +162,7 @@ def outcome_words(outcome: Outcome, decision: Decision | None) -> str:
         >>> outcome_words(Outcome.KEPT_BASE, None)
         'kept the base model'
     """
-    current = "the base model"
-    if decision and (decision.incumbent.run or decision.pooled):
-        current = "the pooled model" if decision.pooled else "your current model"
+    current = "your current model" if decision and decision.incumbent.run else "the base model"
     match outcome:
         case Outcome.ADOPTED:
             return "adopted your new model"

@@ -14,7 +14,7 @@ from permille.engines.key_values import KeyValues
 from permille.errors import InputError, PackageError
 from permille.files import write_atomic
 from permille.package.blobs import BlobFolder
-from permille.package.limits import MAX_MANIFEST_BYTES, Role
+from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.package.manifest import Manifest
 from permille.package.reader import Package
 from permille.schemas.runs import LogForm
@@ -23,7 +23,7 @@ from permille.zo.header import LogHeader
 from permille.zo.journal import read_journal
 from permille.zo.lattice import MAX_STEP_UNIT_EXPONENT, state_digest, values
 from permille.zo.log import encode_canonical
-from permille.zo.packed_state import pooled_state, read_state
+from permille.zo.packed_state import read_state
 from permille.zo.records import StepRecord, coefficients_of
 from permille.zo.replay import replay
 from permille_agent.state.home import Home
@@ -36,7 +36,6 @@ from permille_agent.training.durable_steps import packed_state
 from permille_agent.training.memory import read_memory
 from permille_agent.training.options import Start, TrainOptions
 from permille_agent.training.run import (
-    POOLED_START,
     BegunRun,
     LearnedText,
     RunDefinition,
@@ -52,8 +51,6 @@ def model_values(
 ) -> NDArray[np.float32]:
     """Return the values of the masked weights in the active model, float32 [k].
 
-    If the active model has no run, it is the package's pooled state, or the base if the package has none.
-
     Args:
         home: the home folder.
         active: the active model.
@@ -65,24 +62,9 @@ def model_values(
         PackageError: the state is damaged, or belongs to another package.
     """
     if active.run is None:
-        state = pooled_start(package)
-    else:
-        state = personal_state(home, active.run, package, beside_memory=beside_memory)
-    if state is None:
         return package.values()
+    state = personal_state(home, active.run, package, beside_memory=beside_memory)
     return values(package.values(), state.s_K, state.step_unit_exponent)
-
-
-def pooled_start(package: Package) -> StartState | None:
-    """Return the package's pooled state, or None if it has none.
-
-    Raises:
-        PackageError: the state breaks a rule of FORMAT 4.9 or 11.
-    """
-    found = pooled_state(package)
-    if found is None:
-        return None
-    return StartState(s_K=found.s_K, step_unit_exponent=found.header.step_unit_exponent)
 
 
 def personal_state(home: Home, run: str, package: Package, *, beside_memory: bool = False) -> StartState:
@@ -158,34 +140,31 @@ def _other_state(folder: RunFolder) -> PackageError:
 
 
 def find_start(home: Home, package: Package, prepared: Prepared, options: TrainOptions) -> str | None:
-    """Return the start of a run: a run or adopted round by name, `POOLED_START`, or None for the base.
+    """Return the start of a run: a run or an adopted round by name, or None for the base.
 
     Raises:
-        InputError: the options name the pooled state, but there is none, or the run is zeroth order.
+        InputError: the options name the adopted round, but there is none, or the run is zeroth order.
     """
     adopted = adopted_round(home, package.digest)
-    pooled = POOLED_START if package.manifest.has_layer(Role.POOLED) else None
-    # An adopted round replaces the package's pooled state (`adopted.py`).
-    if adopted is not None:
-        pooled = adopted.start
-    if options.start is Start.POOLED and pooled is None:
-        raise InputError("There is no pooled state to begin from. Use --from base or --from active.")
-    if options.start is Start.POOLED and options.has_log:
+    round_start = None if adopted is None else adopted.start
+    if options.start is Start.ROUND and round_start is None:
+        raise InputError("No round was adopted to begin from. Use --from base or --from active.")
+    if options.start is Start.ROUND and options.has_log:
         raise InputError(
-            "Zeroth order begins at the base, not at a pooled state. Train with --method gradient."
+            "Zeroth order begins at the base, not at the state of a round. Train with --method gradient."
         )
     if options.start is Start.BASE or options.has_log:
         return None
     active = active_model(home) if options.start is Start.ACTIVE else None
     if active is None or active.run is None or not _has_values_of(package, active.package):
-        return pooled
+        return round_start
     if adopted is not None and _is_untried(home, package, prepared, options, adopted.start):
-        return pooled
+        return round_start
     # A short text both trains and judges. If the new text or the text of the active model is short, the
     # active model may have learned text that judges the new state. So the run must not start from that model.
     folder = find_run(home, active.run)
     if prepared.stages or folder.load("learned", LearnedText) is not None:
-        return pooled
+        return round_start
     # A repeated command must find its finished run again. It must not start a new run from that run's result.
     known = folder.require("run", BegunRun).definition
     same = RunDefinition(package=package.digest, data=prepared.digest, options=options, start=known.start)
@@ -214,8 +193,6 @@ def start_state(home: Home, package: Package, start: str | None) -> StartState |
     """
     if start is None:
         return None
-    if start == POOLED_START:
-        return pooled_start(package)
     if start.startswith(FEDERATION_START):
         state = adopted_state(home, package, start)
         return StartState(
@@ -227,7 +204,7 @@ def start_state(home: Home, package: Package, start: str | None) -> StartState |
 
 
 def _has_values_of(package: Package, other: str) -> bool:
-    """Return whether two packages are equal, or differ only in the pooled state.
+    """Return whether two packages are equal, or differ only in the program.
 
     Such packages have the same base values, so a state of one fits the other, too.
     """

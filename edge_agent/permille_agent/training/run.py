@@ -89,10 +89,6 @@ class Evaluation:
     seconds: float = field(default=0.0, compare=False)
 
 
-POOLED_START = "pooled"
-"""The `start` of runs that start from the pooled state. No run has this name: names are hexadecimal."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDefinition:
     """Inputs that determine the result of a run.
@@ -101,8 +97,7 @@ class RunDefinition:
         package: digest of the package.
         data: digest of the rows.
         options: options of the run.
-        start: name of the run or the adopted round whose state is the start, `POOLED_START`, or None for the
-            base.
+        start: name of the run or the adopted round whose state is the start, or None for the base.
     """
 
     package: str

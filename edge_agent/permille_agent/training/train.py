@@ -15,7 +15,6 @@ from permille.engines.interface import Engine, remembering
 from permille.engines.memory import most_positions
 from permille.errors import InputError, OperatorError
 from permille.package.blobs import BlobFolder
-from permille.package.limits import Role
 from permille.package.reader import Package
 from permille.schemas.runs import Outcome
 from permille.training.reference import Reference
@@ -122,10 +121,7 @@ def run_training(
             if task.may_remember():
                 untested = prepare_untested(documents, tokenizer, row_tokens=options.row_tokens)
                 return task.remember(untested, data_paths)
-        meanwhile = ""
-        if package.manifest.has_layer(Role.POOLED):
-            meanwhile = " Until then, the package's pooled model is used, which was trained on public text."
-        return task.refuse([document.group for document in documents], f"{exc}{meanwhile}")
+        return task.refuse([document.group for document in documents], str(exc))
     if prepared.stages and options.has_log:
         got = prepared.counts[Split.TRAIN].tokens
         return task.refuse(
@@ -183,8 +179,7 @@ class _Task:
 
         A model that was tested is not replaced by one that was not.
         """
-        active = active_model(self.home)
-        tested = self.package.manifest.has_layer(Role.POOLED)
+        active, tested = active_model(self.home), False
         if active is not None and active.run is not None:
             decision = RunFolder(self.home.runs / active.run).load("decision", Decision)
             tested = decision is not None and decision.number > 0

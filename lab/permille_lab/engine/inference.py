@@ -82,7 +82,7 @@ def _packages(folder: Path, sizes: Sizes) -> dict[str, str]:
             sys.stderr.write(f"  exporting {name}\n")
             shape = ProgramShape(variants=variants, rows=variants * sizes.sequences, tokens=sizes.tokens)
             layer = export_program(package, shape, weights=weights)
-            manifest = package.manifest.with_addition(layer, {"weights": weights})
+            manifest = package.manifest.with_program(layer, {"weights": weights})
             known.parent.mkdir(parents=True, exist_ok=True)
             known.write_text(write_manifest(package.blobs, manifest))
         digests[name] = known.read_text()

@@ -1,7 +1,7 @@
 """Export of a package as a program of ExecuTorch, with the sparse values as its input. Needs torch.
 
     layer = export_program(package, ProgramShape(variants=32, rows=64, tokens=128))
-    write_manifest(package.blobs, package.manifest.with_addition(layer, {"weights": "float32"}))
+    write_manifest(package.blobs, package.manifest.with_program(layer, {"weights": "float32"}))
 
 The program reads the frozen weights once for all variants (as in P-RGE, section 3.4, but with the sparse
 values instead of LoRA's B). As for every engine, the caller perturbs the values. `sparse_add` is a separate

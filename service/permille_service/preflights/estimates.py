@@ -17,7 +17,6 @@ from pathlib import Path
 
 from permille.models.families import Config, expected_tensors, scoped_tensors, shape_of
 from permille.schemas.masks import FisherMask, WeightMask
-from permille.schemas.packages import PoolingCreate
 from permille.schemas.quantizations import AnyOptions, AutoRound, Int8
 from permille_service.settings import Settings
 
@@ -161,7 +160,9 @@ def quantization_needs(
 def package_needs(sizes: Sizes, *, basis: bool) -> Needs:
     """Estimate the needs of a package. Its large files exist already, so the job only adds small ones.
 
-    A `basis` needs the memory of training, and keeps the moments of all pseudo-users.
+    A `basis` needs the memory of training: the memory-mapped package, a hidden vector for each token and
+    decoder layer, the activations of one decoder layer, and the moments of Adam. It keeps the moments of all
+    pseudo-users.
     """
     trained = sizes.scoped // 100
     needs = Needs(
@@ -171,30 +172,9 @@ def package_needs(sizes: Sizes, *, basis: bool) -> Needs:
     if not basis:
         return needs
     package = sizes.scoped + (sizes.parameters - sizes.scoped) * FLOAT_BYTES
-    learned = _training_bytes(sizes, package, BASIS_TOKENS) + BASIS_BYTES * trained
+    activations = BASIS_TOKENS * (sizes.layers + 32) * sizes.hidden * FLOAT_BYTES
+    learned = PROCESS_BYTES + package + activations + (ADAM_BYTES + BASIS_BYTES) * trained
     return needs.then(Needs(memory_bytes=learned, disk_bytes=BASIS_BYTES * trained))
-
-
-def pooling_needs(sizes: Sizes, request: PoolingCreate, *, package_bytes: int) -> Needs:
-    """Estimate the needs of training a pooled state on public text.
-
-    Memory: that of training, and a second copy of the moments of Adam.
-    """
-    adam = ADAM_BYTES * (sizes.scoped // 100)
-    return Needs(
-        memory_bytes=_training_bytes(sizes, package_bytes, request.rows * request.length) + adam,
-        disk_bytes=adam + 32 * 1024 * 1024,
-    )
-
-
-def _training_bytes(sizes: Sizes, package_bytes: int, tokens: int) -> int:
-    """Return the memory of training on `tokens` tokens a step.
-
-    It holds the memory-mapped package, a hidden vector for each token and decoder layer, the activations of
-    one decoder layer, and the moments of Adam.
-    """
-    activations = tokens * (sizes.layers + 32) * sizes.hidden * FLOAT_BYTES
-    return PROCESS_BYTES + package_bytes + activations + ADAM_BYTES * (sizes.scoped // 100)
 
 
 def export_needs(sizes: Sizes) -> Needs:

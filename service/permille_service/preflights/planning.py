@@ -19,7 +19,6 @@ from permille.schemas.packages import (
     BuildCreate,
     ExportCreate,
     PackageCreate,
-    PoolingCreate,
     public_text,
 )
 from permille.schemas.problems import Figure, ProblemType
@@ -38,7 +37,6 @@ from permille_service.preflights.estimates import (
     mask_needs,
     measure_machine,
     package_needs,
-    pooling_needs,
     quantization_needs,
     sizes_of,
 )
@@ -132,8 +130,6 @@ class Planner:
                 return self._package(request)
             case BuildCreate():
                 return self._build(request)
-            case PoolingCreate():
-                return self._pooling(request)
             case ExportCreate():
                 return self._export(request)
         for extension in service_extensions():
@@ -232,14 +228,6 @@ class Planner:
         if sizes is None:
             return NOTHING
         return mask.then(quantization).then(package_needs(sizes, basis=request.basis))
-
-    def _pooling(self, request: PoolingCreate) -> Needs:
-        package = self._part(JobKind.PACKAGE, request.package_digest)
-        self.check_corpus(request.corpus_id)
-        sizes = self.sizes(package.model_id)
-        if sizes is None:
-            return NOTHING
-        return pooling_needs(sizes, request, package_bytes=package.size_bytes)
 
     def _export(self, request: ExportCreate) -> Needs:
         package = self._part(JobKind.PACKAGE, request.package_digest)

@@ -240,4 +240,4 @@ def present_made(_: Session, row: tables.Job) -> Closed:
     )
 
 
-_PRESENTED = {JobKind.BUILD: present_build, JobKind.POOLING: present_made, JobKind.EXPORT: present_made}
+_PRESENTED = {JobKind.BUILD: present_build, JobKind.EXPORT: present_made}

@@ -348,8 +348,8 @@ def test_a_federation_that_was_left_is_no_start(site: Site, agents: list[Agent])
     assert adopted_round(agents[0].home, package) is not None
     agents[0].command("federations", "leave", "readers")
     assert adopted_round(agents[0].home, package) is None
-    with pytest.raises(InputError, match="no pooled state to begin from"):
-        train(agents[0], start=Start.POOLED)
+    with pytest.raises(InputError, match="No round was adopted"):
+        train(agents[0], start=Start.ROUND)
 
 
 @pytest.mark.attack(13, "an operator's federation publishes the sum of one device, and its owner is not told")

@@ -92,7 +92,7 @@ def _exported(package: Package, shape: ProgramShape = SHAPE, weights: str = "flo
     from permille.engines.executorch.exporting import export_program
 
     layer = export_program(package, shape, weights=weights)
-    manifest = package.manifest.with_addition(layer, {"weights": weights})
+    manifest = package.manifest.with_program(layer, {"weights": weights})
     return Package.open(package.blobs, write_manifest(package.blobs, manifest))
 
 
@@ -136,7 +136,7 @@ def test_differences_along_directions_are_those_of_the_light_engine(int4: Tiny) 
 def test_what_is_not_ours_is_refused(float32: Tiny, int4: Tiny) -> None:
     layer = int4.package.manifest.layer(Role.PROGRAM)
     float32.package.blobs.put_file(int4.package.program() or Path())
-    manifest = float32.package.manifest.with_addition(layer, {})
+    manifest = float32.package.manifest.with_program(layer, {})
     with pytest.raises(PackageError, match=r"program-binding: The program belongs to package "):
         ExecutorchEngine(Package(float32.package.blobs, manifest))
     with pytest.raises(InputError, match="no program of ExecuTorch: error"):

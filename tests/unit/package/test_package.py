@@ -27,7 +27,7 @@ from tests.unit.package.tiny import LLAMA, WIDE, as_dtype, kept, write_tiny
 
 ODD = LLAMA | {"hidden_size": 9, "intermediate_size": 7, "num_attention_heads": 1, "num_key_value_heads": 1}
 
-NOT_MADE_HERE = (Role.ADAPTER, Role.REFERENCE, Role.POOLED, Role.PROGRAM, Role.FILE)
+NOT_MADE_HERE = (Role.ADAPTER, Role.REFERENCE, Role.PROGRAM, Role.FILE)
 
 
 @pytest.fixture
@@ -242,6 +242,6 @@ def test_a_float32_program_of_a_tied_table_in_8_bits_has_room(blobs: BlobFolder)
         ),
     )
     program = Layer(role=Role.PROGRAM, digest=manifest.digest, size_bytes=8 * numbers + (1 << 20))
-    assert wide.with_addition(program, {"weights": "float32"}).has_layer(Role.PROGRAM)
+    assert wide.with_program(program, {"weights": "float32"}).has_layer(Role.PROGRAM)
     with pytest.raises(PackageError, match="layer-size"):
-        wide.with_addition(replace(program, size_bytes=12 * numbers), {"weights": "float32"})
+        wide.with_program(replace(program, size_bytes=12 * numbers), {"weights": "float32"})

@@ -105,21 +105,19 @@ def test_old_results_go_but_for_the_newest_and_what_they_are_made_of(keeping: Ke
 
 
 def test_what_is_published_yanked_or_needed_by_unfinished_work_stays(keeping: Keeping, clock: Clock) -> None:
-    published, yanked, pooled, loose = (keeping.make(JobKind.PACKAGE) for _ in range(4))
-    payload: dict[str, object] = {"package_digest": pooled.digest, "corpus_id": "corpus_x"}
+    published, yanked, exported, loose = (keeping.make(JobKind.PACKAGE) for _ in range(4))
+    payload: dict[str, object] = {"package_digest": exported.digest, "weights": "float32"}
     with keeping.db.write() as session:
         for package in (published, yanked):
             releases.publish(session, name="tiny", package=package)
         releases.yank(session, tenant_id=keeping.tenant_id, name="tiny", version=2, reason="bad")
-        job = queue.submit(
-            session, NewJob(tenant_id=keeping.tenant_id, kind=JobKind.POOLING, payload=payload)
-        )
+        job = queue.submit(session, NewJob(tenant_id=keeping.tenant_id, kind=JobKind.EXPORT, payload=payload))
     keeping.rule(result_days=1, keep_newest=0)
     clock.forward(400 * DAY_S)
     assert keeping.apply().packages == [loose.digest]
     with keeping.db.write() as session:
         queue.request_cancel(session, tenant_id=keeping.tenant_id, job_id=job.id)
-    assert keeping.apply().packages == [pooled.digest]
+    assert keeping.apply().packages == [exported.digest]
     assert keeping.left(JobKind.PACKAGE) == [published.id, yanked.id]
 
 

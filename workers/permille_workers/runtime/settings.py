@@ -59,7 +59,7 @@ class ComputeSettings(SettingsGroup):
     device: str = Field(
         default="cpu",
         pattern=r"^(cpu|cuda(:(0|[1-9][0-9]?))?)$",
-        description="device that computes scores, sparse models, perplexity and pooled states: `cpu`, `cuda` "
+        description="device that computes scores, sparse models and perplexity: `cpu`, `cuda` "
         "or, for example, `cuda:1`. This has not run on a GPU yet; to test yours, run `make gpu`",
     )
     dtype: Dtype = Field(

@@ -14,8 +14,7 @@ from permille_workers.runtime.context import PartsToAdd, Publish, Task, TaskCont
 from permille_workers.runtime.extension import worker_extensions
 
 _OWN: Final = (
-    *(JobKind.MASK, JobKind.SHARD, JobKind.QUANTIZATION, JobKind.PACKAGE),
-    *(JobKind.POOLING, JobKind.EXPORT, JobKind.REPLAY),
+    *(JobKind.MASK, JobKind.SHARD, JobKind.QUANTIZATION, JobKind.PACKAGE, JobKind.EXPORT, JobKind.REPLAY),
 )
 
 

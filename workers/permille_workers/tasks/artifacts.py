@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from sqlalchemy.orm import Session
 
 from permille.package.blobs import BlobFolder
-from permille.package.limits import MAX_MANIFEST_BYTES, Role
+from permille.package.limits import Role
 from permille.package.manifest import Layer, Manifest, Quantization
-from permille.package.reader import Package
 from permille.pipeline.inputs import Made
 from permille.quantization.types import Scheme
-from permille.schemas.jobs import JobKind
 from permille.schemas.packages import MANIFEST_MEDIA_TYPE
 from permille.schemas.quantizations import AnyOptions, AutoRound
 from permille.store import artifacts
@@ -68,16 +66,6 @@ def publishes_package(context: TaskContext, model_id: str, manifest: Manifest) -
             blobs=(whole, *(blob_of_layer(layer) for layer in manifest.layers)),
         ),
     )
-
-
-def open_parent(context: TaskContext, digest: str) -> tuple[Artifact, Manifest, Package]:
-    """Open a package that the job will extend.
-
-    Return its row, its manifest, and the package without the additions of earlier jobs.
-    """
-    row = context.artifact(JobKind.PACKAGE, digest)
-    manifest = Manifest.from_bytes(context.blobs.read(digest, limit=MAX_MANIFEST_BYTES))
-    return row, manifest, Package(context.blobs, manifest.parent())
 
 
 def blob_of_layer(layer: Layer) -> Blob:

@@ -3,10 +3,14 @@
 from permille.errors import InputError
 from permille.models.settings import within_positions
 from permille.package.build import write_manifest
+from permille.package.limits import MAX_MANIFEST_BYTES
+from permille.package.manifest import Manifest
+from permille.package.reader import Package
 from permille.pipeline.inputs import versions
+from permille.schemas.jobs import JobKind
 from permille.schemas.packages import ExportCreate
 from permille_workers.runtime.context import Publish, TaskContext
-from permille_workers.tasks.artifacts import open_parent, publishes_package
+from permille_workers.tasks.artifacts import publishes_package
 
 
 def run(context: TaskContext, request: ExportCreate) -> Publish:
@@ -19,7 +23,9 @@ def run(context: TaskContext, request: ExportCreate) -> Publish:
     from permille.engines.executorch.exporting import export_program
     from permille.engines.executorch.program import ProgramShape
 
-    row, manifest, package = open_parent(context, request.package_digest)
+    row = context.artifact(JobKind.PACKAGE, request.package_digest)
+    data = context.blobs.read(request.package_digest, limit=MAX_MANIFEST_BYTES)
+    package = Package(context.blobs, Manifest.from_bytes(data).parent())
     context.progress(0.0, "exporting")
     shape = ProgramShape(variants=request.variants, rows=request.rows, tokens=request.tokens)
     positions = within_positions(package.config, request.tokens)
@@ -29,7 +35,7 @@ def run(context: TaskContext, request: ExportCreate) -> Publish:
         )
     layer = export_program(package, shape, weights=request.weights)
     context.progress(0.95, f"publishing: a program of {layer.size_bytes} bytes")
-    made = manifest.with_addition(
+    made = package.manifest.with_program(
         layer,
         {
             "parent": package.digest,

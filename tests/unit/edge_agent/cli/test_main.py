@@ -100,7 +100,6 @@ def test_enroll_pull_status_tell_what_they_did(
         **trains,
         "run": None,
         "personal": False,
-        "pooled": False,
         "part": None,
         "has_memory": False,
         "tested": None,
@@ -229,7 +228,7 @@ def test_rollback_and_reset_move_the_active_model(enrolled: Agent, home: Home, p
     enrolled("pull")
     assert enrolled("rollback").code == ExitCode.INPUT_REFUSED
     activate(home, Active(package=package.digest, run="r"), expected=active_model(home))
-    personal = {"package": package.digest, "run": "r", "personal": True, "pooled": False}
+    personal = {"package": package.digest, "run": "r", "personal": True}
     assert enrolled("reset", "--json").document == personal | {"run": None, "personal": False}
     assert enrolled("rollback", "--json").document == personal
 

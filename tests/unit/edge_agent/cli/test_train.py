@@ -210,7 +210,7 @@ def test_train_uses_the_data_that_was_added(
         (["--steps", "0"], 3, "--steps must be 1 to 1,000,000, got 0"),
         (["--minutes", "-1"], 3, "--minutes must be above 0"),
         (["--seed", "-1", "--steps", "5"], 3, "--seed must be 0"),
-        (["--from", "middle"], 3, "'middle' is not a start. Choose one of active, pooled, base"),
+        (["--from", "middle"], 3, "'middle' is not a start. Choose one of active, round, base"),
     ],
 )
 def test_train_refuses_what_no_run_can_have(

@@ -43,7 +43,7 @@ from permille_agent.state.models import reset, rollback
 from permille_agent.text.tokens import TokenizedDocument
 from permille_agent.training import evaluation
 from permille_agent.training import parts as chosen_parts
-from permille_agent.training.decision import Decision, DecisionCount, known_losses
+from permille_agent.training.decision import Decision, DecisionCount, StoredLosses
 from permille_agent.training.engines import EngineChoice, RunInterrupted, interruptible
 from permille_agent.training.memory import Part, memory_share, memory_tokens
 from permille_agent.training.options import TrainOptions, options_for
@@ -186,10 +186,8 @@ def test_a_model_with_a_memory_is_compared_and_exported_as_in_use(
             np.testing.assert_array_equal(written.pop(), model.values(variant))
     # The next run measures the model in use on the same rows as the run that has made it.
     second = train(device, **gradient, steps=20, seed=1)
-    judged = known_losses(folder_of(device, result), "both")
-    active = known_losses(folder_of(device, second), "active")
-    assert judged is not None and active is not None
-    np.testing.assert_array_equal(active.nats_D, judged.nats_D)
+    judged = folder_of(device, result).require("losses-both", StoredLosses)
+    assert folder_of(device, second).require("losses-active", StoredLosses) == judged
 
 
 @pytest.mark.parametrize(
