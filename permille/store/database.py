@@ -92,6 +92,7 @@ MIGRATION = Patience(lock_s=60.0, answer_s=None)
 # Timeout in seconds for a connection to PostgreSQL, unless the address sets `?connect_timeout=`.
 CONNECT_S = 5
 _PROBE_BYTES = 16 * 1024
+_LAST_PORT = 65_535
 # SQLSTATE `disk_full`.
 _POSTGRES_FULL = "53100"
 _FORMS = "Write sqlite:////path/of/file.db, or postgresql+psycopg://user:password@host/name."
@@ -345,6 +346,10 @@ def parse_url(text: str) -> URL:
             from permille.store import postgres
         except ModuleNotFoundError as exc:
             raise ValueError(f"PostgreSQL needs psycopg. Run {install_line('postgres')}.") from exc
+        if "@" in f"{url.host}{url.database}":  # the rest of a password, which errors would quote
+            raise ValueError("Write @ in a user name or password as %40, and the signs : / ? # % alike.")
+        if url.port is not None and not 0 < url.port <= _LAST_PORT:
+            raise ValueError(f"The port must be 1 to {_LAST_PORT}.")
         unknown = sorted(url.query.keys() - postgres.option_names())
         if unknown:
             raise ValueError(f"PostgreSQL has no option {unknown[0]!r:.40}.")

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from permille.schemas.fields import MAX_INTEGER
 from permille.telemetry import LogFormat
 
 PREFIX = "PERMILLE_"
@@ -23,6 +24,8 @@ _HOST: Final = re.compile(r"[a-z0-9._-]+|[0-9a-f:.]+", re.ASCII)
 _HEADER_WORD: Final = re.compile(r"[!-~]+", re.ASCII)
 MAX_S: Final = 1e9
 """Limit of all durations, in seconds. The clocks of Python and of the database cannot add much more."""
+# In the message of pydantic's SettingsError. Only lists are parsed as JSON.
+_FIELD: Final = re.compile(r'error parsing value for field "(\w+)"', re.ASCII)
 _REGION: Final = re.compile(r"[a-z0-9-]{1,63}", re.ASCII)
 
 
@@ -111,6 +114,14 @@ class SettingsGroup(BaseSettings):
     def _strip(cls, value: Any) -> Any:
         """Remove white space at the ends, such as the newline that many files of secrets have."""
         return value.strip() if isinstance(value, str) else value
+
+    @field_validator("*")
+    @classmethod
+    def _fits_the_database(cls, value: Any) -> Any:
+        """Refuse numbers that a query or a row cannot hold."""
+        if isinstance(value, int) and value > MAX_INTEGER:
+            raise ValueError(f"The number must be at most {MAX_INTEGER}.")
+        return value
 
 
 class StorageSettings(SettingsGroup):
@@ -298,7 +309,9 @@ def explain(error: ValueError) -> str:
             JSON.
     """
     if not isinstance(error, ValidationError):
-        return str(error)
+        name = _FIELD.search(str(error))
+        form = 'Write a JSON list, such as ["one", "two"].'
+        return str(error) if name is None else f"{PREFIX}{name[1].upper()}: {form}"
     missing, wrong = [], []
     for entry in error.errors(include_input=False, include_url=False):
         variable = PREFIX + "_".join(map(str, entry["loc"])).upper()

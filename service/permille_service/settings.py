@@ -71,7 +71,12 @@ class AddressSettings(SettingsGroup):
 
     @model_validator(mode="after")
     def _named_proxies(self) -> Self:
-        _ = self.proxy_networks
+        try:
+            _ = self.proxy_networks
+        except ValueError as exc:
+            raise ValueError(
+                f"PERMILLE_TRUSTED_PROXIES: {exc}. Write addresses or networks, such as 10.0.0.0/8."
+            ) from exc
         return self
 
     @property

@@ -201,7 +201,8 @@ def _message(engine: Engine, exc: DBAPIError) -> str:
 
 
 def _where(engine: Engine) -> str:
-    return engine.url.render_as_string(hide_password=True)
+    # Options may hold a password, too.
+    return engine.url.set(query={}).render_as_string(hide_password=True)
 
 
 def main() -> int:

@@ -77,6 +77,27 @@ def test_errors_are_explained_in_one_line_without_values(tmp_path: Path) -> None
     assert "\n" not in line
 
 
+def test_a_list_that_is_none_is_named_with_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERMILLE_ALLOWED_HOSTS", "models.example.org")
+    with pytest.raises(ValueError, match="allowed_hosts") as wrong:
+        load(data_dir=tmp_path)
+    assert explain(wrong.value) == 'PERMILLE_ALLOWED_HOSTS: Write a JSON list, such as ["one", "two"].'
+
+
+@pytest.mark.parametrize("proxy", ["10.0.0.1/8", "proxy.example.org"])
+def test_a_proxy_that_is_no_network_is_named(tmp_path: Path, proxy: str) -> None:
+    with pytest.raises(ValidationError) as wrong:
+        load(data_dir=tmp_path, trusted_proxies=(proxy,))
+    assert explain(wrong.value).startswith("PERMILLE_TRUSTED_PROXIES: ")
+    assert proxy in explain(wrong.value)
+
+
+@pytest.mark.parametrize("name", ["queued_jobs_per_tenant", "memory_bytes", "upload_bytes_per_device"])
+def test_a_number_that_no_query_can_hold_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValidationError, match=name):
+        load(data_dir=tmp_path, **{name: 2**63})
+
+
 @pytest.mark.parametrize(
     ("host", "names", "local", "public"),
     [

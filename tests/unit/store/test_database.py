@@ -131,6 +131,10 @@ def test_an_option_of_the_address_turns_prepared_statements_off(option: str, pre
         ("postgresql+psycopg://me:s3cret@host/x?prepare_threshold=off", "prepare_threshold must be a number"),
         ("postgresql+psycopg://me:s3cret@host/x?connect_timeout=5s", "connect_timeout must be a number"),
         ("postgresql+psycopg://me:s3cret@host/x?prepare_threshold=1&prepare_threshold=2", "must be a number"),
+        ("postgresql+psycopg://me:ab@s3cret@host/x", "Write @ in a user name or password as %40"),
+        ("postgresql+psycopg://me:ab@c/s3cret@host:5432/x", "Write @ in a user name or password as %40"),
+        ("postgresql+psycopg://me:s3cret@host:65536/x", "port must be 1 to 65535"),
+        ("postgresql+psycopg://me:s3cret@host:0/x", "port must be 1 to 65535"),
         ("sqlite://", "path of a SQLite file must be absolute"),
         ("sqlite:///:memory:", "path of a SQLite file must be absolute"),
         ("sqlite:///permille.db", "path of a SQLite file must be absolute"),
@@ -148,3 +152,4 @@ def test_a_url_that_cannot_be_used_is_refused_without_its_password(url: str, wor
 def test_options_of_the_driver_are_accepted() -> None:
     url = "postgresql+psycopg://me@/x?host=/run/postgresql&sslmode=verify-full&application_name=permille"
     assert parse_url(url).database == "x"
+    assert parse_url("postgresql+psycopg://me%40host:a%40b%2F@host/x").password == "a@b/"

@@ -143,7 +143,7 @@ def test_a_database_that_cannot_be_opened_is_named_without_its_password(tmp_path
     with pytest.raises(OperatorError, match=r"Cannot use the database.*unable to open.*nowhere/x\.db"):
         migrate(f"sqlite:///{tmp_path}/nowhere/x.db")
     with pytest.raises(RetryableError, match=r"127\.0\.0\.1:1/") as caught:
-        migrate("postgresql+psycopg://me:secret@127.0.0.1:1/x")
+        migrate("postgresql+psycopg://me:secret@127.0.0.1:1/x?sslpassword=secret")
     assert "secret" not in str(caught.value)
     (tmp_path / "notes.txt").write_text("no database " * 99)
     with pytest.raises(OperatorError, match="file is not a database"):
