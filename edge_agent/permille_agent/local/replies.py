@@ -12,6 +12,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 from permille.errors import InputError, PermilleError
 from permille_agent.local.model import Generated, LocalModel, Sampling, Variant
 from permille_agent.state.home import first_error
+from permille_agent.text.documents import TOOLS, said
 
 MOST_TOKENS: Final = 32_768
 # A small model may never write its end of turn. So this limit also replaces Ollama's -1 (no limit).
@@ -80,31 +81,30 @@ class Choices(Fields):
         )
 
 
-class Part(Fields):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
 class Message(Fields):
-    """A chat message: a text or a list of text parts. Ollama's `images` must be empty."""
+    """A chat message. Its content is checked when it is used. Ollama's `images` must be empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: Any = None
     images: Annotated[list[str], Field(max_length=0)] | None = None
     tool_calls: list[Any] | None = None
 
     @property
     def text(self) -> str:
-        """The text. Parts are joined by line breaks, as in vLLM."""
-        content = self.content or ""
-        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+        """The text. Parts are joined by line breaks, as in vLLM.
+
+        Raises:
+            InputError: the content has a part that is no text.
+        """
+        try:
+            return said(self.content)
+        except InputError as exc:
+            raise InputError(_CANNOT["content"]) from exc
 
     @property
     def of_tools(self) -> bool:
         """Return whether the turn only calls a tool, or is a tool's answer."""
-        return self.role in ("tool", "function") or (bool(self.tool_calls) and not self.text.strip())
+        return self.role in TOOLS or (bool(self.tool_calls) and not self.text.strip())
 
 
 class AnswerFormat(Protocol):

@@ -322,4 +322,5 @@ def _words(error: ValueError | RecursionError) -> str:
 def first_error(error: "ValidationError") -> str:
     """Describe which field is wrong, without its value, which may be personal."""
     first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    place = ".".join(map(str, first["loc"])) or "the whole"
+    return f"{place}: {first['msg'].removeprefix('Value error, ')}"

@@ -8,6 +8,11 @@ from typing import Any
 from permille.errors import InputError
 
 ROLES = ("system", "user", "assistant")
+TOOLS = ("tool", "function")
+"""Roles of the answers of tools."""
+# The kinds of parts of a message that are text, and the name of the text in each.
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
 class Learn(StrEnum):
@@ -133,6 +138,29 @@ def cleaned(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("\x00", "").replace("\ufeff", "")
 
 
+def said(content: object) -> str:
+    """Return the text of a message's content: null, a text, or a list of parts, as of OpenAI and others.
+
+    Parts are lines. The thoughts of a model are left out, as in templates.
+
+    Raises:
+        InputError: a part is no text, such as an image.
+    """
+    parts = content if isinstance(content, list) else [content]
+    texts = [_part(part) for part in parts if not (isinstance(part, dict) and part.get("type") in _THOUGHTS)]
+    return "\n".join(texts)
+
+
+def _part(part: object) -> str:
+    if isinstance(part, dict) and (name := _TEXTS.get(str(part.get("type")))):
+        part = part.get(name)
+    if part is None:
+        return ""
+    if not isinstance(part, str):
+        raise InputError("the content of a message is no text")
+    return part
+
+
 def encodable(text: str) -> str:
     """Return `text` if UTF-8 can encode it. Raises InputError otherwise."""
     try:
@@ -149,25 +177,17 @@ def _messages(messages: object) -> tuple[tuple[str, str], ...]:
     for message in messages:
         if not isinstance(message, dict):
             raise InputError("a message is not an object")
-        role, said = message.get("role"), _said(message.get("content"))
+        role = message.get("role")
         # The turns of tools are left out: a device has no tools.
-        if role in ("tool", "function") or (message.get("tool_calls") and not said.strip()):
+        if role in TOOLS:
+            continue
+        text = cleaned(said(message.get("content")))
+        if message.get("tool_calls") and not text.strip():
             continue
         role = "system" if role == "developer" else role
         if role not in ROLES:
             raise InputError(f"a message's role is not one of {', '.join(ROLES)}")
-        turns.append((str(role), cleaned(said)))
+        turns.append((str(role), text))
     if not any(role == "assistant" and content.strip() for role, content in turns):
         raise InputError("no assistant message")
     return tuple(turns)
-
-
-def _said(content: object) -> str:
-    """Return the content of a message, which may be missing or a list of texts."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts
-    ]
-    if not all(isinstance(text, str) for text in texts):
-        raise InputError("the content of a message is no text")
-    return "\n".join(map(str, texts))

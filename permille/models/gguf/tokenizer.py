@@ -100,8 +100,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     # Chat models end a turn by one token and a document by another. An answer ends at either.
     ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     ids = list(dict.fromkeys(end for end in ends if isinstance(end, int) and 0 <= end < len(tokens)))
-    generation = {name: file.metadata[key] for name, key in _SAMPLING.items() if key in file.metadata}
-    generation |= {"eos_token_id": ids} if ids else {}
+    generation = _sampling(file) | ({"eos_token_id": ids} if ids else {})
     return found | ({"generation_config.json": generation} if generation else {})
 
 
@@ -145,11 +144,12 @@ def chat_template(file: GgufFile) -> str | None:
     return found if found.strip() else None
 
 
+# The names of transformers, the keys of llama.cpp, and the range that a package may have.
 _SAMPLING = {
-    "temperature": "general.sampling.temp",
-    "top_p": "general.sampling.top_p",
-    "top_k": "general.sampling.top_k",
-    "repetition_penalty": "general.sampling.penalty_repeat",
+    "temperature": ("general.sampling.temp", 0.0, 100.0),
+    "top_p": ("general.sampling.top_p", 1e-6, 1.0),
+    "top_k": ("general.sampling.top_k", 0, 1 << 31),
+    "repetition_penalty": ("general.sampling.penalty_repeat", 1e-6, 10.0),
 }
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {"bos": 11, "eos": 11}}
@@ -166,6 +166,16 @@ _ENDS = frozenset(END_OF_TURN) | {
     "<end_of_utterance>",
 }
 """Tokens that llama.cpp takes for control tokens by their text, because they end an answer."""
+
+
+def _sampling(file: GgufFile) -> dict[str, Any]:
+    """Return the settings of sampling. llama.cpp takes a number out of range for the end of its range."""
+    found = {}
+    for name, (key, least, most) in _SAMPLING.items():
+        value = file.metadata.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            found[name] = min(max(value, least), most)
+    return found
 
 
 def _texts(file: GgufFile, key: str) -> list[str]:
@@ -229,7 +239,8 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> dict[str, Any]:
             f"cuts text by the rules {name!r:.60}, and only {', '.join(SPLITS)} are supported. {OTHERWISE}"
         )
     patterns, whole_words = SPLITS[name]
-    merges = [pair.split(" ") for pair in _texts(file, "merges")]
+    # Of a repeated merge, llama.cpp takes the first place and the tokenizers library the last.
+    merges = [pair.split(" ") for pair in dict.fromkeys(_texts(file, "merges"))]
     if any(len(pair) != 2 for pair in merges):
         raise file.refused("has a merge that is not of two tokens")
     vocabulary = {token: number for number, token in enumerate(tokens)}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
 from gguf.quants import quantize
 
 from permille.errors import InputError
@@ -21,6 +21,7 @@ from permille.models.gguf import folder as gguf_folder
 from permille.models.gguf.config import read_model
 from permille.models.gguf.file import GgufFile
 from permille.models.gguf.folder import convert, model_folder
+from permille.models.gguf.tokenizer import tokenizer_files
 from permille.models.ollama import ollama_file, ollama_name
 from permille.package.blobs import BlobFolder
 from permille.package.reader import Package
@@ -396,6 +397,26 @@ def test_settings_of_sampling_come_along(llama: Path, tmp_path: Path) -> None:
     converted(rewritten(GGUFReader(llama), tmp_path / "sampled.gguf", {}, keys), tmp_path / "folder")
     found = json.loads((tmp_path / "folder/generation_config.json").read_text())
     assert found == {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.25, "eos_token_id": [1]}
+
+
+def test_settings_of_sampling_are_brought_into_range_or_left_out(llama: Path, tmp_path: Path) -> None:
+    keys = {
+        "general.sampling.temp": -1.0,
+        "general.sampling.top_k": (-1, GGUFValueType.INT32),
+        "general.sampling.top_p": 1.5,
+        "general.sampling.penalty_repeat": float("nan"),
+    }
+    converted(rewritten(GGUFReader(llama), tmp_path / "sampled.gguf", {}, keys), tmp_path / "folder")
+    found = json.loads((tmp_path / "folder/generation_config.json").read_text())
+    assert found == {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "eos_token_id": [1]}
+
+
+def test_the_first_of_repeated_merges_counts_as_in_llama_cpp(llama: Path, tmp_path: Path) -> None:
+    merges = tokenizer_files(GgufFile(llama))["tokenizer.json"]["model"]["merges"]
+    repeated = [*(" ".join(pair) for pair in merges), " ".join(merges[0])]
+    keys = {"tokenizer.ggml.merges": repeated}
+    path = rewritten(GGUFReader(llama), tmp_path / "other.gguf", {}, keys)
+    assert tokenizer_files(GgufFile(path))["tokenizer.json"]["model"]["merges"] == merges
 
 
 def test_packages_of_a_converted_model_can_be_made(llama: Path, tmp_path: Path) -> None:

@@ -433,6 +433,24 @@ ODD: list[tuple[str, bytes | dict[str, Any]]] = [
             ],
         },
     ),
+    (
+        CHAT,
+        {
+            "max_tokens": 2,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "a"}, {"type": "text", "text": None}],
+                },
+                {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+                {"role": "user", "content": ["b"]},
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "c"}, "d"]},
+                {"role": "tool", "content": {"result": 4}},
+                {"role": "tool", "content": [{"type": "image_url", "image_url": {"url": "a"}}]},
+                HI,
+            ],
+        },
+    ),
     (CHAT, b'{"max_tokens": 2, "messages": [{"role": "user", "content": "plums \\ud83d"}]}'),
     (CHAT, b'{"max_tokens": 2, "messages": [{"role": "user", "content": "\\ude00\\ud83d\\ude00"}]}'),
     ("/v1/completions", b'{"prompt": "b", "prompt": "a", "max_tokens": 2, "logit_bias": NaN}'),
