@@ -23,6 +23,7 @@ from typing import Any, Final
 from permille.errors import OperatorError
 from permille_agent.state.home import Home
 from permille_agent.text.notes import Passage, find_passages
+from permille_agent.text.report import shown
 
 NOTHING: Final = "Your notes say nothing about this."
 ANSWER_TOKENS: Final = 256
@@ -58,7 +59,7 @@ class Consulted:
         """Return lines for a terminal: the beginning of each passage, or that nothing was found."""
         if not self.passages:
             return [self.problem or "nothing found in your notes"]
-        texts = [(passage.source, " ".join(passage.text.split())) for passage in self.passages]
+        texts = [(shown(passage.source), " ".join(passage.text.split())) for passage in self.passages]
         return [
             f"{source}: {text[:SHOWN_CHARACTERS]}{'...' * (len(text) > SHOWN_CHARACTERS)}"
             for source, text in texts

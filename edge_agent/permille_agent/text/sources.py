@@ -31,12 +31,16 @@ def text_files(paths: Sequence[Path], report: DataReport) -> Iterator[tuple[Path
     size_bytes = 0
     for path in paths:
         for file, kind in _files(path, report):
+            try:
+                real, more_bytes = file.resolve(), file.stat().st_size
+            except OSError as exc:  # a mail program has moved it meanwhile
+                _skip(file, f"cannot be read: {exc.strerror}", report)
+                continue
             # A file may be named twice, by itself and by its folder.
-            if (real := file.resolve()) in seen:
+            if real in seen:
                 continue
             seen.add(real)
             report.files += 1
-            more_bytes = file.stat().st_size
             if size_bytes + more_bytes > MAX_TOTAL_BYTES:
                 report.bad(file, f"over the limit of {MAX_TOTAL_BYTES} bytes in all")
                 continue

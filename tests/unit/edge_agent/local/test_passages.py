@@ -23,7 +23,7 @@ from permille_agent.personalizer import Personalizer
 from permille_agent.state.home import Home, open_home
 from permille_agent.state.models import InstalledRelease, record_installed
 from permille_agent.text.documents import Document
-from permille_agent.text.notes import index_text
+from permille_agent.text.notes import Passage, index_text
 from permille_agent.text.reading import survey
 from permille_agent.text.report import DataReport
 from tests.bigram_engine import BigramEngine
@@ -195,6 +195,11 @@ def test_answers_of_both_interfaces_list_the_passages(home: Home, module: Any, p
 
     assert whole["notes"] == [{"source": "garden.txt", "text": FACT}]
     assert [document["notes"] for document in documents if "notes" in document] == [whole["notes"]]
+
+
+def test_a_passage_is_shown_in_one_line_whatever_its_file_is_called() -> None:
+    consulted = Consulted(passages=(Passage(source="bad\udce9\n.txt", text="one\ntwo"),))
+    assert consulted.lines() == [r"bad\xe9\n.txt: one two"]
 
 
 def test_commands_show_passages_and_leave_them_out(

@@ -142,6 +142,23 @@ def test_counts_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.
     assert report.bad_rows == {"cannot be read: Permission denied": 1}
 
 
+def test_a_file_that_is_moved_while_its_folder_is_read_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("One text.")
+    (tmp_path / "b.txt").write_text("Another text.")
+
+    def move(path: Path) -> str:
+        if path.name == "b.txt":
+            path.unlink()
+        return ".txt"
+
+    monkeypatch.setattr(sources, "text_kind", move)
+    documents, report = read_documents([tmp_path])
+    assert (len(documents), report.files) == (1, 2)
+    assert report.bad_rows == {"cannot be read: No such file or directory": 1}
+
+
 def test_reads_folders_in_order_without_hidden_files_links_and_other_kinds(tmp_path: Path) -> None:
     folder = tmp_path / "notes"
     (folder / "sub").mkdir(parents=True)
