@@ -231,7 +231,7 @@ bench-privacy: $(VENV)/.installed  ## Measure what an attacker learns of a devic
 bench-quantizers: $(VENV)/.native  ## Measure the loss and size of each storage of weights (needs PERMILLE_DATA, PERMILLE_MODELS)
 	$(BIN)/python -m permille_lab.quantization
 
-bench-sparse: $(VENV)/.native  ## Compare ways to make a model sparse (needs PERMILLE_DATA, PERMILLE_MODELS)
+bench-sparse: $(VENV)/.native smollm2  ## Compare ways to make a model sparse (needs PERMILLE_DATA, PERMILLE_MODELS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.sparse
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.sparse.device
 	OMP_NUM_THREADS=1 $(BIN)/python -m permille_lab.sparse.tasks

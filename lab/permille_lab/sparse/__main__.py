@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 
 from permille.corpora.sequences import POOL, token_sequences
 from permille.models.checkpoint import Checkpoint
+from permille.models.gguf.folder import model_folder
 from permille.models.loading import FileTokenizer, load_model
 from permille.quantization.perplexity import perplexity
-from permille_lab.measuring.cells import Cells, Result, Settings, settings_parser
-from permille_lab.measuring.model_packages import Sources, sources_from_environment
+from permille_lab.measuring.cells import FOLDER, Cells, Result, Settings, settings_parser
+from permille_lab.measuring.model_packages import SMOLLM2_FILE, Sources, sources_from_environment
 from permille_lab.quantization.__main__ import texts
 from permille_lab.sparse.adapters import RecoveryAdapter
 from permille_lab.sparse.rounds import IterativePlan, IterativeText, iterate
@@ -53,6 +54,7 @@ TARGETS = ("0.6", "2:4", "0.5", "0.7")
 SEEDS = (0, 1, 2)
 TUNING_SEED = 99
 LENGTH, CALIBRATION, SELECTION = 128, 32, 32
+SMOLLM2 = "SmolLM2-135M-Instruct"
 JUDGED = 32
 """Number of windows of each text that judges."""
 
@@ -77,6 +79,7 @@ class Case:
     searched: int
     targets: tuple[str, ...] = TARGETS
     ways: tuple[Way, ...] = (*TABLE, *ABLATIONS)
+    seeds: tuple[int, ...] = SEEDS
 
 
 CASES = (
@@ -97,6 +100,17 @@ CASES = (
         searched=STEPS // 3,
         ways=(Way.WANDA, Way.ITERATIVE, Way.SPARSEGPT, Way.MAGNITUDE, Way.UNIFORM, Way.ONE_ROUND, Way.DENSE),
     ),
+    Case(
+        model=SMOLLM2,
+        text="c4",
+        judged=("wikitext-2", "boolq"),
+        rows=4,
+        tried=(0.001, 0.003, 0.01),
+        searched=STEPS // 3,
+        targets=(ABLATED,),
+        ways=(Way.WANDA, Way.ITERATIVE),
+        seeds=(0,),
+    ),
 )
 
 
@@ -106,6 +120,11 @@ class Material:
 
     work: IterativeText
     judged: Mapping[str, NDArray[np.int64]]
+
+
+def folder_of(sources: Sources, case: Case) -> Path:
+    """Return the folder of a model. SmolLM2 is decoded from its file."""
+    return model_folder(SMOLLM2_FILE, FOLDER) if case.model == SMOLLM2 else sources.models / case.model
 
 
 @cache
@@ -119,7 +138,7 @@ def material(sources: Sources, case: Case, seed: int) -> Material:
 
     Calibration, recovery, selection and judgement take consecutive parts of the text.
     """
-    folder = sources.models / case.model
+    folder = folder_of(sources, case)
 
     def rows(text: str, number: int, skip: int, drawn_by: int) -> NDArray[np.int64]:
         return _rows(folder, sources.data, text, (number, skip, drawn_by))
@@ -191,7 +210,7 @@ def tuned(cells: Cells, sources: Sources, case: Case, work: Path) -> Rates:
 
             def measure(plan: IterativePlan = plan) -> Result:
                 rows = replace(material(sources, case, TUNING_SEED), judged={})
-                return measured(Checkpoint(sources.models / case.model), work, rows, plan, one_shot=False)
+                return measured(Checkpoint(folder_of(sources, case)), work, rows, plan, one_shot=False)
 
             settings = {"model": case.model, "adapter": kind.value, "rate": rate, "steps": case.searched}
             found[rate] = cells.once(TUNING, settings, measure)["rounds"][-1]["loss"][1]
@@ -217,7 +236,7 @@ def planned() -> Iterator[tuple[Case, int, str, Way]]:
     """
     for first in (True, False):
         for seed in SEEDS:
-            for case in CASES:
+            for case in (case for case in CASES if seed in case.seeds):
                 for target in case.targets:
                     for way in case.ways if target == ABLATED else TABLE:
                         early = target in TARGETS[:2] and (
@@ -238,7 +257,7 @@ class Bench:
     def cell(self, case: Case, seed: int, target: str, way: Way) -> None:
         """Measure a cell if it is missing. Before it, search the rates and measure the dense model."""
         rates = tuned(self.cells, self.sources, case, self.work)
-        source = Checkpoint(self.sources.models / case.model)
+        source = Checkpoint(folder_of(self.sources, case))
 
         def dense() -> Result:
             return {"losses": losses(load_model(source.folder), material(self.sources, case, seed).judged)}
