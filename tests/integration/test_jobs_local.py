@@ -93,6 +93,7 @@ def test_a_child_that_crashes_is_retried_and_at_last_dead_with_its_signal(site: 
     assert "signal 9" in str(after.error["message"])
 
 
+@pytest.mark.slow
 def test_input_errors_fail_and_retryable_ones_are_tried_again(site: Site) -> None:
     bad, flaky = site.submit(ends="badly"), site.submit(ends="flakily")
     site.start_worker()

@@ -31,6 +31,7 @@ TOKEN = "scraper"
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 
 
+@pytest.mark.slow
 def test_one_id_leads_from_a_request_to_the_process_that_does_its_job(tmp_path: Path) -> None:
     port = free_port()
     with _collector() as (endpoint, spans):

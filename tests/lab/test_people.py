@@ -76,6 +76,7 @@ def test_the_pool_is_as_long_and_holds_nothing_held_out(study: Study) -> None:
         study.pooled(person, [users[0]])
 
 
+@pytest.mark.slow
 def test_a_person_is_measured_under_four_states(study: Study, tmp_path: Path) -> None:
     users = people(3)
     result = measured(study, users[0], users, forward_steps=4)

@@ -56,6 +56,7 @@ def test_a_published_model_becomes_one_with_safetensors_and_a_fast_tokenizer(
     assert modern_folder(made, tmp_path) == made
 
 
+@pytest.mark.slow
 def test_shards_and_the_format_before_zip_files_are_read(folder: Path, tmp_path: Path) -> None:
     whole = Checkpoint(modern_folder(folder, tmp_path / "whole"))
     stored = weights_of(folder)

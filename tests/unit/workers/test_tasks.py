@@ -440,6 +440,7 @@ def test_the_same_mask_gives_the_same_report(bench: Bench) -> None:
     assert digest_of_role(first, "report") == digest_of_role(second, "report")
 
 
+@pytest.mark.slow
 def test_a_model_with_pickled_weights_and_a_slow_tokenizer_is_built(bench: Bench) -> None:
     write_published(bench.root / "models" / "opt")
     with bench.db.write() as session:
