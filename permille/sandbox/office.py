@@ -4,6 +4,7 @@ The text is what a reader of the final document sees. It has tracked insertions,
 or codes of fields.
 """
 
+import re
 from collections.abc import Iterator
 from io import BytesIO
 from typing import Final
@@ -36,18 +37,23 @@ def word_text(data: bytes) -> str:
         KeyError: the archive is of another kind.
         Exception: the file is damaged.
     """
-    return _text(data, ("word/document.xml",), ("word/endnotes.xml", "word/footnotes.xml"), is_word=True)
+    # The page of Office 365 in a browser numbers the parts.
+    parts = (r"word/document\d*\.xml", r"word/endnotes\d*\.xml", r"word/footnotes\d*\.xml")
+    return _text(data, parts, is_word=True)
 
 
 def open_document_text(data: bytes) -> str:
     """Return the paragraphs of an OpenDocument text file. Raises as `word_text`."""
-    return _text(data, ("content.xml",), is_word=False)
+    return _text(data, (r"content\.xml",), is_word=False)
 
 
-def _text(data: bytes, parts: tuple[str, ...], optional: tuple[str, ...] = (), *, is_word: bool) -> str:
+def _text(data: bytes, parts: tuple[str, ...], *, is_word: bool) -> str:
+    """Return the text of the parts with these names, of which the first must be there."""
     with ZipFile(BytesIO(data)) as archive:
-        held = set(archive.namelist())
-        read = [archive.read(name) for name in (*parts, *(name for name in optional if name in held))]
+        found = [[name for name in archive.namelist() if re.fullmatch(part, name)] for part in parts]
+        if not found[0]:
+            raise KeyError(parts[0])
+        read = [archive.read(name) for names in found for name in names]
     # Expat bounds what entities may grow to, and this process bounds time and memory.
     return "\n\n".join(text for part in read for text in _blocks(fromstring(part), is_word=is_word))  # noqa: S314
 

@@ -83,6 +83,8 @@ def lock_holder(home: Home) -> Holder | None:
         lock.acquire(timeout=0.0)
     except Timeout:
         return _read_note(home.lock)
+    except OSError:  # of a read-only disk, where nobody writes
+        return None
     lock.release()  # at once, because another writer may start now
     return None
 

@@ -24,6 +24,11 @@ _LINE: Final = re.compile(
     r"\d{1,2}[:.h]\d{2}(?:[:.]\d{2})?(?:[\s\u202f][^\d\n\]-]{1,12}?)?"
     r"(?:\] ?|[\s\u202f][-–] |(?(korean), |(?!)))(?P<rest>.*)"
 )
+# "[10:02 AM, 3/12/2024] " is what WhatsApp Web copies, "10:02, 12/03/2024 - " is Android in Vietnamese.
+_TIME_FIRST: Final = re.compile(
+    r"\[?\d{1,2}[:.h]\d{2}(?:[:.]\d{2})?(?:[\s\u202f][^\d\n,\]-]{1,12})?,? "
+    r"(?P<date>\d{1,4}([./-]) ?\d{1,2}\2 ?\d{1,4})(?:\] ?| [-–] )(?P<rest>.*)"
+)
 _SENDER: Final = re.compile(r"(?P<sender>[^:\n]{1,80}?): ?(?P<said>.*)", re.DOTALL)
 # What the apps write in place of a message. iOS marks it by U+200E. Android writes a file in brackets.
 _PLACEHOLDER: Final = re.compile(
@@ -109,7 +114,8 @@ def _lines(text: str) -> list[str]:
 
 def _begin(line: str) -> re.Match[str] | None:
     """Match the time before a message. In Arabic and Hebrew, marks stand between its numbers."""
-    return _LINE.match(line) or _LINE.match(_DIRECTIONS.sub("", line))
+    plain = _DIRECTIONS.sub("", line)
+    return _LINE.match(line) or _LINE.match(plain) or _TIME_FIRST.match(plain)
 
 
 def _messages(text: str) -> Iterator[tuple[str, str]]:

@@ -43,6 +43,13 @@ def _text(kind: str, data: bytes) -> str:
     return found.text
 
 
+def test_the_parts_of_a_word_file_may_be_numbered() -> None:
+    with zipfile.ZipFile(BytesIO(_word("<w:p><w:r><w:t>We hoed.</w:t></w:r></w:p>"))) as archive:
+        read = {name: archive.read(name).decode("latin-1") for name in archive.namelist()}
+    read["word/document2.xml"] = read.pop("word/document.xml")
+    assert _text(".docx", _archive(read)) == "Dear Anna,\n\nWe hoed."
+
+
 @pytest.mark.parametrize(
     ("changed", "text"),
     [

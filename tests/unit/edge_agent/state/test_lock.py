@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from permille.errors import OperatorError
 from permille_agent.cli import main as cli
 from permille_agent.state.home import Home
 from permille_agent.state.lock import LockedError, hold_lock, lock_holder
@@ -81,6 +82,13 @@ def test_two_threads_of_a_program_are_two_writers(home: Home) -> None:
 def test_the_daemons_lock_is_another_one(home: Home) -> None:
     with hold_lock(home, "run", of=home.daemon_lock), hold_lock(home, "train"):
         assert home.daemon_lock.exists()
+
+
+def test_a_lock_that_cannot_be_written_has_no_holder(home: Home) -> None:
+    home.lock.mkdir()  # root writes any file
+    assert lock_holder(home) is None
+    with pytest.raises(OperatorError, match="lock file"), hold_lock(home, "train"):
+        pass
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,8 @@ FORMS = [
     "2024년 3월 12일 오전 10:0{minute}, {who} : {said}",
     "2024-03-12 22h0{minute} - {who}: {said}",
     "[2024/3/12 下午10:0{minute}:11] {who}: {said}",
+    "10:0{minute}, 12/03/2024 - {who}: {said}",
+    "[10:0{minute} AM, 3/12/2024] {who}: {said}",
     "\u200f12\u200f/3\u200f/2024، 10:0{minute} ص - {who}: {said}",
 ]
 
