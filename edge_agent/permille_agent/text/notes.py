@@ -55,7 +55,7 @@ _NO_SPACES: Final = re.compile(
 )
 _BREAK: Final = "\u200b"  # the zero width space separates words, and nobody sees it
 # Words of questions that say nothing about their subject, in the languages of most users. Words that are a
-# subject in another language are left out: `die`, `man`, `war`, `son`.
+# subject in another language are left out: `die`, `man`, `war`, `son`. A greeting would find any "his".
 _LITTLE_WORDS: Final = """
 a about all also am an and any are as at be been but by call called can could did do does for from had
 has have he her him his how i if in is it its kind know long many me much my name named no not of old on
