@@ -4,6 +4,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
@@ -29,15 +30,17 @@ def make_private(folder: Path) -> None:
     """Create a folder with mode 0700, or change an existing folder to that mode.
 
     Raises:
-        OperatorError: the folder cannot be created, or its mode cannot be changed: it belongs to another
-            user, or the disk is read-only.
+        OperatorError: the folder cannot be created, or its mode cannot be changed: it is shared by all users,
+            it belongs to another user, or the disk is read-only.
     """
     try:
         # An existing folder keeps its mode, so the mode is checked below.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as exc:
         raise OperatorError(f"{folder} cannot be made: {exc.strerror}. Name another folder") from exc
-    mode = folder.stat().st_mode & 0o777
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & stat.S_ISVTX and mode & stat.S_IWOTH:  # such as /tmp, which every program of the system uses
+        raise OperatorError(f"{folder} is shared by all users. Name a folder below it")
     if mode & 0o077:
         try:
             folder.chmod(0o700)

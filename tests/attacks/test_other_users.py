@@ -1,7 +1,9 @@
 """Other users of the machine, a group from Kubernetes, workers: who can read rows, shared states and keys."""
 
 import re
+import sqlite3
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,35 @@ def test_a_data_folder_that_others_could_read_is_closed_at_start(tmp_path: Path)
 def test_a_new_database_is_its_owners_alone_wherever_it_is(tmp_path: Path) -> None:
     migrate(f"sqlite:///{tmp_path}/rows.db")
     assert {mode(path) for path in tmp_path.glob("rows.db*")} == {0o600}
+
+
+@pytest.mark.attack(16, "a database that others can read")
+def test_an_older_database_is_taken_from_others(tmp_path: Path) -> None:
+    database = tmp_path / "rows.db"
+    migrate(f"sqlite:///{database}")
+    database.chmod(0o644)
+    with closing(sqlite3.connect(database)) as reader:  # its files stay while it is open
+        reader.execute("SELECT * FROM tenants").fetchall()
+        assert {mode(path) for path in tmp_path.iterdir()} == {0o644}
+        migrate(f"sqlite:///{database}")
+        assert {mode(path) for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_what_is_no_database_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no database " * 99)
+    (tmp_path / "folder").mkdir()
+    for path in tmp_path.iterdir():
+        path.chmod(0o755)
+        with pytest.raises(OperatorError, match="Cannot use the database"):
+            migrate(f"sqlite:///{path}")
+        assert mode(path) == 0o755
+
+
+def test_a_folder_of_all_users_is_not_closed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(OperatorError, match="is shared by all users"):
+        make_private(tmp_path)
+    assert tmp_path.stat().st_mode & 0o7777 == 0o1777
 
 
 @pytest.mark.attack(16, "a data folder of another user that everybody may enter")

@@ -53,8 +53,9 @@ def migrate(url: str, scripts: Path = SCRIPTS, *, worker_role: str | None = None
         migrate("sqlite:////var/lib/permille/permille.db")
     """
     engine = make_engine(url, MIGRATION)
-    if engine.dialect.name == "sqlite":
-        _make_private(engine.url.database)
+    file = engine.url.database if engine.dialect.name == "sqlite" else None
+    if file is not None:
+        _create_private(Path(file))
         event.listen(engine, "connect", _defer_foreign_keys)
     config = Config()
     # Alembic's configuration treats `%` as the start of a variable.
@@ -62,6 +63,8 @@ def migrate(url: str, scripts: Path = SCRIPTS, *, worker_role: str | None = None
     try:
         # This check only reads, so it does not wait for the write lock of another process.
         newest = _is_newest(engine, config)
+        if file is not None:  # SQLite has read the file, so it is a database, and no folder or device
+            _take_from_others(Path(file))
         if newest and worker_role is None:
             return
         with _begin(engine) as connection:
@@ -78,16 +81,19 @@ def migrate(url: str, scripts: Path = SCRIPTS, *, worker_role: str | None = None
         engine.dispose()
 
 
-def _make_private(database: str | None) -> None:
-    """Make a SQLite file accessible to its owner only. SQLite gives its other files the same mode."""
-    path = Path(database or "")
-    # Errors are left to the engine, which reports them when it opens the database. An existing file is
-    # not opened here: closing it would release the locks that this process holds on it (POSIX).
+def _create_private(path: Path) -> None:
+    """Create the file of a new database for its owner only. SQLite gives its other files the same mode."""
+    # Errors are left to the engine, which reports them when it opens the database.
     with suppress(OSError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-    with suppress(OSError):
-        if path.stat().st_mode & 0o077:
-            path.chmod(0o600)
+
+
+def _take_from_others(database: Path) -> None:
+    """Make the files of an older database accessible to their owner only."""
+    for path in (database.with_name(f"{database.name}{suffix}") for suffix in ("", "-wal", "-shm")):
+        with suppress(OSError):
+            if path.stat().st_mode & 0o077:
+                path.chmod(0o600)
 
 
 def _defer_foreign_keys(connection: Any, _record: object) -> None:
