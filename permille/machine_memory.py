@@ -5,9 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Control groups of version 2 are folders here, and those of version 1 are folders in `memory`.
-_CGROUP = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
+from permille.control_groups import group_folders, read
 
 
 def available_memory() -> int | None:
@@ -28,7 +26,7 @@ def give_back() -> None:
 
 
 def _system_memory() -> int | None:
-    fields = dict(line.split(":", 1) for line in _read(Path("/proc/meminfo")).splitlines() if ":" in line)
+    fields = dict(line.split(":", 1) for line in read(Path("/proc/meminfo")).splitlines() if ":" in line)
     available = fields.get("MemAvailable", "").split()
     # The file counts in KiB.
     return int(available[0]) * 1024 if available else None
@@ -36,7 +34,7 @@ def _system_memory() -> int | None:
 
 def _group_memory() -> Iterator[int]:
     """Yield what each group with a limit has left: the group of this process, and all groups above it."""
-    for folder in _group_folders():
+    for folder in group_folders("memory"):
         # The first two names of each pair are those of version 2. A group may lack `memory.high`.
         limits = [_number(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
@@ -45,35 +43,14 @@ def _group_memory() -> Iterator[int]:
             yield max(0, limit - max(0, used - _reclaimable(folder)))
 
 
-def _group_folders() -> Iterator[Path]:
-    """Yield the folders of the groups of this process, from its own group to the root.
-
-    A container may see the path of its group on the host, although its own group is mounted as the root. So
-    some of these folders do not exist.
-    """
-    for hierarchy in _read(_OWN_GROUPS).splitlines():
-        _, controllers, path = hierarchy.split(":", 2)
-        if controllers in ("", "memory"):
-            own = _CGROUP / controllers / path.strip("/")
-            yield own
-            yield from (folder for folder in own.parents if folder.is_relative_to(_CGROUP / controllers))
-
-
 def _reclaimable(folder: Path) -> int:
     """Return the bytes of the page cache that the kernel frees first, as the kubelet counts them."""
-    fields = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
+    fields = dict(line.split(" ", 1) for line in read(folder / "memory.stat").splitlines())
     # In version 1, the counts without `total_` exclude the groups below this one.
     return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 
 
 def _number(path: Path) -> int | None:
     """Return the number in a file, or None without a file. Without a limit, the file says "max"."""
-    text = _read(path).strip()
+    text = read(path).strip()
     return int(text) if text.isdecimal() else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except OSError:
-        return ""

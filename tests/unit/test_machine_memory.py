@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from permille import control_groups
 from permille import machine_memory as memory
 
 GIB = 2**30
@@ -12,8 +13,8 @@ GIB = 2**30
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of control groups, on a machine with 64 GiB left."""
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path / "groups")
-    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(control_groups, "_CGROUP", tmp_path / "groups")
+    monkeypatch.setattr(control_groups, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(memory, "_system_memory", lambda: 64 * GIB)
     (tmp_path / "own").write_text("0::/\n")
     return tmp_path / "groups"

@@ -15,6 +15,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from permille.control_groups import processor_limit
+
 T = TypeVar("T")
 
 
@@ -66,10 +68,9 @@ class Threads:
 
 def available_processors() -> int:
     """Return the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        # `taskset` or a container's cpuset may allow fewer processors than the machine has.
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    # `taskset` or a container's cpuset may allow fewer processors than the machine has.
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, processor_limit() or allowed)
 
 
 def blocks(count: int, size: int) -> list[slice]:

@@ -54,7 +54,10 @@ class ComputeSettings(SettingsGroup):
     """Where and how jobs compute"""
 
     threads: int | None = Field(
-        default=None, ge=1, description="compute threads of each job. Default: as the libraries choose"
+        default=None,
+        ge=1,
+        description="compute threads of each job. Default: as the libraries choose, within the limit of a "
+        "container",
     )
     device: str = Field(
         default="cpu",

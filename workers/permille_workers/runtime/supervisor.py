@@ -19,6 +19,7 @@ from typing import IO, BinaryIO, cast
 
 from sqlalchemy.exc import DBAPIError
 
+from permille.control_groups import processor_limit
 from permille.schemas.jobs import JobState
 from permille.store.database import Database
 from permille.store.errors import StaleClaimError
@@ -120,6 +121,9 @@ class Supervisor:
         environment = {**os.environ, **_QUIET}
         if self.settings.threads is not None:
             environment["OMP_NUM_THREADS"] = str(self.settings.threads)
+        elif (limit := processor_limit()) is not None:
+            # Libraries start a thread for each processor of the machine, whatever a container is allowed.
+            environment.setdefault("OMP_NUM_THREADS", str(limit))
         return environment
 
     def _hand_over(self, child: "subprocess.Popen[bytes]", claim: Claim) -> None:
