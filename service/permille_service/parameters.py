@@ -19,6 +19,7 @@ from permille.schemas.fields import (
     DIGEST_PATTERN,
     EXAMPLE_DIGEST,
     EXAMPLE_ULID,
+    ID_PATTERN,
     MAX_INTEGER,
     NAME_PATTERN,
     ULID_PATTERN,
@@ -72,7 +73,7 @@ OfDevice = Annotated[
 After = Annotated[int, Query(ge=0, le=MAX_INTEGER, description="return only entries with a larger `seq`")]
 Limit = Annotated[int, Query(ge=1, le=rows.MAX_LIMIT, description="largest number of rows on the page")]
 _CURSOR_TEXT = "`next_cursor` of the previous page"
-_Cursor = Annotated[str | None, Query(pattern=r"^[A-Za-z0-9_.-]{1,200}$", description=_CURSOR_TEXT)]
+_Cursor = Annotated[str | None, Query(pattern=ID_PATTERN, description=_CURSOR_TEXT)]
 _MomentCursor = Annotated[
     str | None, Query(pattern=r"^[0-9]{1,17}\.[A-Za-z0-9_-]{1,180}$", description=_CURSOR_TEXT)
 ]

@@ -82,6 +82,14 @@ def test_a_page_out_of_bounds_is_refused(api: Api, limit: int) -> None:
     assert problem_of(answer)["errors"][0]["location"] == "query.limit"
 
 
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/models", "/v1/packages", "/v1/runs", "/v1/devices"])
+@pytest.mark.parametrize("cursor", ["x", "zzz", "0", "model_1", "%00"])
+def test_a_cursor_that_no_page_returned_is_refused(api: Api, path: str, cursor: str) -> None:
+    answer = api.get(f"{path}?cursor={cursor}")
+    assert answer.status_code == 422
+    assert problem_of(answer)["errors"][0]["location"] == "query.cursor"
+
+
 @pytest.mark.parametrize("content", [b"{", b"\xff", b'{"name": "\\ud800"}', b"[]", b"NaN"])
 def test_unreadable_body_is_refused(api: Api, content: bytes) -> None:
     headers = api.auth() | {"Content-Type": "application/json"}
