@@ -89,21 +89,35 @@ class ChatTemplate:
     def _takes_system(self) -> bool:
         """Return whether the template writes a system message. Gemma's template refuses it."""
         said = "You are brief."
+        return said in self._tried((("system", said), ("user", "Hi")))
+
+    @cached_property
+    def _takes_any_order(self) -> bool:
+        """Return whether the turns need not alternate. They must with Gemma's and Mistral's templates."""
+        return bool(self._tried((("assistant", "Hi"), ("user", "Ho"), ("system", "Yes"), ("user", "No"))))
+
+    def _tried(self, messages: Messages) -> str:
+        """Return the text of messages, or an empty one if the template refuses them."""
         try:
-            return said in str(self._render((("system", said), ("user", "Hi")), False, ())["text"])
+            return str(self._render(messages, False, ())["text"])
         except PackageError as exc:
             if exc.code != "chat-template":
                 raise
-            return False
+            return ""
 
     def _fitting(self, messages: Messages) -> Messages:
-        """Put a system message before the user's if the template does not write it, as llama.cpp does."""
-        if not messages or messages[0][0] != "system" or self._takes_system:
-            return messages
-        (_, told), *rest = messages
-        if rest and rest[0][0] == "user":
-            told, rest = f"{told}\n{rest[0][1]}", rest[1:]
-        return [("user", told), *rest]
+        """Bring messages into the form that the template takes.
+
+        - A system message is put before the user's if the template does not write it, as llama.cpp does.
+        - Neighbours of one role become one message if the turns must alternate. Programs leave out turns of
+          tools, begin with a greeting, and tell the system something within a chat.
+        """
+        if messages and messages[0][0] == "system" and not self._takes_system:
+            (_, told), *rest = messages
+            if rest and rest[0][0] == "user":
+                told, rest = f"{told}\n{rest[0][1]}", rest[1:]
+            messages = [("user", told), *rest]
+        return messages if _alternate(messages) or self._takes_any_order else _alternating(messages)
 
     def _window(self, messages: Messages, roles: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
         turns = [i for i, (role, said) in enumerate(messages) if role in roles and said.strip()]
@@ -169,6 +183,28 @@ def answered(ask: Callable[[], Mapping[str, Any]], code: str) -> Mapping[str, An
     if "error" in answer:
         raise PackageError(code, str(answer["error"]))
     return answer
+
+
+def _alternate(messages: Messages) -> bool:
+    roles = [role for role, _ in messages]
+    return all(
+        role == ("assistant" if place % 2 else "user")
+        for place, role in enumerate(roles[roles[:1] == ["system"] :])
+    )
+
+
+def _alternating(messages: Messages) -> Messages:
+    """Join neighbours of one role. A system message after the first turn is a part of the user's."""
+    turns: list[tuple[str, str]] = []
+    for role, said in messages:
+        role = "user" if role == "system" and turns and turns[-1][0] != "system" else role
+        if role == "assistant" and (not turns or turns[-1][0] == "system"):
+            turns.append(("user", ""))
+        if turns and turns[-1][0] == role:
+            turns[-1] = (role, f"{turns[-1][1]}\n\n{said}")
+        else:
+            turns.append((role, said))
+    return turns
 
 
 def _windows(messages: Messages) -> Iterator[Messages]:

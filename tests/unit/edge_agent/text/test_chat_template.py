@@ -82,6 +82,34 @@ def test_a_systems_turn_that_a_template_does_not_take_is_put_before_the_users(te
     assert [text[start:end] for start, end in spans] == ["Hello you<|im_end|>\n", "See you<|im_end|>\n"]
 
 
+STRICT = (
+    "{% set offset = 1 if messages[0].role == 'system' else 0 %}{% for m in messages[offset:] %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
+    "{% endfor %}" + CHATML
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "taken"),
+    [
+        ("u1 u2", "u1+u2"),
+        ("s1 u2 u3 a4 a5 u6", "s1 u2+u3 a4+a5 u6"),
+        ("u1 a2 s3 u4", "u1 a2 s3+u4"),
+        ("a1 u2", "u a1 u2"),
+        ("s1 a2 u3", "s1 u a2 u3"),
+        ("s1 s2 u3", "s1+s2 u3"),
+        ("s1 u2 a3", "s1 u2 a3"),
+    ],
+)
+def test_turns_are_joined_for_a_template_that_wants_them_to_alternate(messages: str, taken: str) -> None:
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    given = [(names[turn[0]], turn) for turn in messages.split()]
+    joined = [(names[turn[-2:][0]], turn[1:] and turn.replace("+", "\n\n")) for turn in taken.split()]
+    strict, free = (ChatTemplate(template, {}, Sandbox()) for template in (STRICT, CHATML))
+    assert strict.render(given) == free.render(joined)
+    assert free.render(given).count("<|im_start|>") == len(given)
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [
