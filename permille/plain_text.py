@@ -9,7 +9,8 @@ import logging
 import re
 import sys
 import unicodedata
-from typing import Final
+from io import TextIOWrapper
+from typing import IO, Final
 
 PLACEHOLDER: Final = "\N{REPLACEMENT CHARACTER}"
 _OBEYED: Final = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -45,8 +46,15 @@ def reason(error: Exception) -> str:
 def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     """Print the printable form of a text and flush it, so that generated text appears as it is made."""
     stream = sys.stderr if err else sys.stdout
+    lenient(stream)
     stream.write(printable(text) + ("\n" if nl else ""))
     stream.flush()
+
+
+def lenient(stream: IO[str]) -> None:
+    """Let a stream write `?` for a letter that its charset lacks, as of a terminal in ASCII or Latin-1."""
+    if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="replace")
 
 
 def log_to_stderr(level: int, form: str) -> None:

@@ -249,7 +249,7 @@ def chat(
         model.tokenizer.require_chat()
         variant = _variant(model, base)
         # Show the hint only to a person who types. Messages may also come from a pipe.
-        if sys.stdin.isatty():
+        if _is_typed():
             echo(f"{variant.value} model; /reset, /exit", err=True)
         while (line := _read_line()) is not None:
             if line == "/reset":
@@ -488,16 +488,20 @@ def _variant(model: "LocalModel", base: bool) -> "Variant":
 
 def _read_line() -> str | None:
     """Return the next line that is not empty, or None at the end. Only a terminal shows a prompt."""
-    prompt = "> " if sys.stdin.isatty() else ""
+    prompt = "> " if _is_typed() else ""
     while True:
         try:
             line = input(prompt).strip()
-        except (EOFError, KeyboardInterrupt):
+        except (EOFError, KeyboardInterrupt, RuntimeError):  # the last one: there is no standard input
             return None
         if line == "/exit":
             return None
         if line:
             return line
+
+
+def _is_typed() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def _render_comparison(console: Console, result: "SideBySide") -> None:

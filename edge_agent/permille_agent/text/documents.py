@@ -166,7 +166,7 @@ def encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as exc:
-        raise InputError("half of a surrogate pair") from exc
+        raise InputError("a character that is not UTF-8, or half of a surrogate pair") from exc
     return text
 
 

@@ -292,8 +292,14 @@ def test_chat_keeps_the_conversation_until_it_is_reset(
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nbad \udcff\nagain\n/reset\nnew\n/exit\nnever\n"))
     assert _run(home, "chat", "--max-tokens", "3", "--system", "Be brief.") == 0
     captured = capsys.readouterr()
-    assert "not sent: half of a surrogate pair" in captured.err
+    assert "not sent: a character that is not UTF-8" in captured.err
     assert "never" not in captured.out
+
+
+def test_chat_without_standard_input_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, _ = home_with_package(tmp_path / "chatting", chat_template=CHATML)
+    monkeypatch.setattr("sys.stdin", None)
+    assert _run(home, "chat") == 0
 
 
 def test_compare_without_a_personalisation_says_what_to_do(
