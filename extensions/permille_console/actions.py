@@ -24,11 +24,12 @@ from permille.store import releases, tables
 from permille.store.database import now
 from permille.store.fleet.versions import followers
 from permille.store.ids import new_code
+from permille.store.jobs.queue import KEPT_FOR
 from permille_console import forms, sign_in
 from permille_console.extension import console_extensions
 from permille_console.names import names_of
 from permille_console.rendering import MakerPage, Page, PageRoute
-from permille_service.creation import KEPT_FOR, Creation
+from permille_service.creation import Creation
 from permille_service.devices import routes as device_routes
 from permille_service.forms import Form, form_of
 from permille_service.problems import ApiError

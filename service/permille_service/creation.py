@@ -12,7 +12,6 @@ again sends a new key.
 import hashlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Header, Request, Response
@@ -30,6 +29,7 @@ from permille.store.database import now
 from permille.store.errors import ChangedError, ConflictError
 from permille.store.jobs import queue
 from permille.store.jobs.dispatch import dispatch
+from permille.store.jobs.queue import KEPT_FOR
 from permille.store.jobs.transitions import NewJob, request_digest
 from permille_service.access.principals import Operator, operator_with
 from permille_service.context import Served, Service
@@ -54,8 +54,6 @@ JOB_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"model": Job, "description": "the job exists already: an equal earlier request created it"},
     **documented(ProblemType.CONFLICT, ProblemType.IDEMPOTENCY_CONFLICT, ProblemType.PREFLIGHT_REFUSED),
 }
-
-KEPT_FOR = timedelta(hours=24)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

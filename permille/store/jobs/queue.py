@@ -8,8 +8,9 @@ a broker (`permille.store.jobs.dispatch`) after the commit.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Final
 
-from sqlalchemy import Select, and_, bindparam, delete, func, or_, select
+from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -24,6 +25,8 @@ from permille.store.tables import Alias, Artifact, Job, JobEvent, Release
 
 # At most this many events are in one answer. For more, a client sends the number of its last event.
 MAX_EVENTS = 1000
+KEPT_FOR: Final = timedelta(days=1)
+"""The time after which an idempotency key is free for another request."""
 _PART_IDS = select(Job.id).where(Job.parent_id == bindparam("parent_id")).order_by(Job.id)
 _PARENTS = frozenset({JobKind.BUILD, JobKind.MASK})  # only these may have parts: skip the query for others
 
@@ -31,7 +34,7 @@ _PARENTS = frozenset({JobKind.BUILD, JobKind.MASK})  # only these may have parts
 def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> Job:
     """Store a queued job and return it.
 
-    If an earlier job of the same kind and payload used the same idempotency key, return that job.
+    If a job of the same kind and payload used the same idempotency key within `KEPT_FOR`, return that job.
     The first child jobs of a build are stored with it. For each of them, `find` looks for an earlier job
     with the same request and inputs. If it finds one, the child ends at once with the result of that job.
 
@@ -47,6 +50,7 @@ def submit(session: Session, new: NewJob, find: parents.Find | None = None) -> J
     earlier = find_submitted(session, new)
     if earlier is not None:
         return earlier
+    _free_key(session, new)
     try:
         with session.begin_nested():
             job = transitions.insert(session, new)
@@ -88,14 +92,14 @@ def lock(session: Session, *, tenant_id: str, job_id: str) -> Job:
 
 
 def find_submitted(session: Session, new: NewJob) -> Job | None:
-    """Return the job that was submitted with the same idempotency key, or None.
+    """Return the job that was submitted with the same idempotency key within `KEPT_FOR`, or None.
 
     Raises:
         ConflictError: the key was used for another kind or payload.
     """
     if new.idempotency_key is None:
         return None
-    query = select(Job).where(Job.tenant_id == new.tenant_id, Job.idempotency_key == new.idempotency_key)
+    query = select(Job).where(*_of_key(new), Job.created_at > now(session) - KEPT_FOR)
     earlier = session.scalar(query)
     if earlier is not None and (earlier.kind != new.kind or earlier.payload != dict(new.payload)):
         raise ConflictError(
@@ -103,6 +107,18 @@ def find_submitted(session: Session, new: NewJob) -> Job | None:
             "Use a new key."
         )
     return earlier
+
+
+def _free_key(session: Session, new: NewJob) -> None:
+    """Take the idempotency key from a job that was submitted with it earlier than `KEPT_FOR` ago."""
+    if new.idempotency_key is not None:
+        # Another request may have stored a new job with this key meanwhile (PostgreSQL). That job keeps it.
+        old = update(Job).where(*_of_key(new), Job.created_at <= now(session) - KEPT_FOR)
+        session.execute(old.values(idempotency_key=None))
+
+
+def _of_key(new: NewJob) -> tuple[ColumnElement[bool], ...]:
+    return Job.tenant_id == new.tenant_id, Job.idempotency_key == new.idempotency_key
 
 
 def find_equal(session: Session, *, tenant_id: str, request_digest: str) -> Job | None:

@@ -70,6 +70,20 @@ def test_same_key_with_another_kind_is_a_conflict(db: Database, tenant_id: str) 
         )
 
 
+def test_a_key_is_free_for_another_job_after_a_day(db: Database, tenant_id: str, clock: Clock) -> None:
+    first = submit(db, tenant_id, key="k")
+    clock.forward(86_399)
+    assert submit(db, tenant_id, key="k").id == first.id
+    clock.forward(1)
+    second = submit(db, tenant_id, key="k")
+    assert second.id != first.id
+    assert submit(db, tenant_id, key="k").id == second.id
+    clock.forward(86_400)
+    with db.write() as session:
+        queue.submit(session, NewJob(tenant_id=tenant_id, kind="mask", payload={}, idempotency_key="k"))
+    assert [read(db, job).idempotency_key for job in (first, second)] == [None, None]
+
+
 def test_tenants_do_not_share_keys(db: Database, tenant_id: str, other_tenant_id: str) -> None:
     assert submit(db, tenant_id, key="k").id != submit(db, other_tenant_id, key="k").id
 
