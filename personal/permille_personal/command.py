@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from permille.arguments import named_path
 from permille.errors import InputError, PermilleError, RetryableError
 from permille.exits import CommandError, Exit
 from permille.plain_console import PlainConsole
@@ -68,7 +69,7 @@ KEPT = {
 def personalise(
     context: typer.Context,
     text: Annotated[
-        list[Path], typer.Option(resolve_path=True, help="Your text: a file or folder. Repeat it for more.")
+        list[Path], typer.Option(parser=named_path, help="Your text: a file or folder. Repeat it for more.")
     ],
     out: Annotated[
         Path, typer.Option(resolve_path=True, help="New .gguf file or new folder for the personal model.")
@@ -140,6 +141,7 @@ def personalise(
     """
     with Shown(quiet=as_json) as shown, _stoppable(shown):
         model = named_model(gguf, folder, ollama)
+        text = [path.resolve() for path in text]
         folder_of_work = work or context.obj.folder.resolve() / NAME
         check_paths(text, out, corpus, folder_of_work)
         chosen = {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from permille.arguments import named_path
 from permille.errors import InputError, OperatorError, PermilleError
 from permille.exits import ExitCode
 from permille.plain_text import echo
@@ -67,7 +68,7 @@ def data_add(
     context: typer.Context,
     paths: Annotated[
         list[Path],
-        typer.Argument(help=f"Files ({TEXT_FILES}) or folders."),
+        typer.Argument(parser=named_path, help=f"Files ({TEXT_FILES}) or folders."),
     ],
     as_json: JsonOption = False,
 ) -> None:
@@ -126,7 +127,9 @@ def data_repair(context: typer.Context, as_json: JsonOption = False) -> None:
 @data.command("remove")
 def data_remove(
     context: typer.Context,
-    paths: Annotated[list[Path], typer.Argument(help="Files or folders that you added before.")],
+    paths: Annotated[
+        list[Path], typer.Argument(parser=named_path, help="Files or folders that you added before.")
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Stop training on these files or folders.

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from permille.arguments import named_path
 from permille.choices import Method, choice_of
 from permille.errors import InputError
 from permille.exits import ExitCode
@@ -51,7 +52,9 @@ def train(
     context: typer.Context,
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(help=f"Files ({TEXT_FILES}) or folders. Default: those of `data add`."),
+        typer.Argument(
+            parser=named_path, help=f"Files ({TEXT_FILES}) or folders. Default: those of `data add`."
+        ),
     ] = None,
     minutes: Annotated[
         float | None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from permille.arguments import named_path
 from permille.errors import InputError
 from permille.exits import ExitCode
 from permille_agent.cli.console import (
@@ -178,7 +179,8 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
 def run(
     context: typer.Context,
     paths: Annotated[
-        list[Path] | None, typer.Argument(help="Files or folders. Default: those of `data add`.")
+        list[Path] | None,
+        typer.Argument(parser=named_path, help="Files or folders. Default: those of `data add`."),
     ] = None,
     engine: EngineOption = AUTO,
     threads: Annotated[

@@ -128,6 +128,12 @@ def test_each_kind_of_error_has_its_exit_code(error: Any, code: int) -> None:
     assert f"{code} " in EXIT_CODE_HELP
 
 
+@pytest.mark.parametrize("command", [("train",), ("data", "add"), ("data", "remove")])
+def test_an_unset_variable_is_not_the_current_folder(agent: Agent, command: tuple[str, ...]) -> None:
+    refused = agent(*command, "")
+    assert (refused.code, "name is empty" in refused.errors) == (ExitCode.USAGE, True)
+
+
 def test_errors_come_with_their_code_and_as_json(agent: Agent, service: DeviceService) -> None:
     refused = agent("pull", "--json")
     assert (refused.code, refused.output) == (ExitCode.OPERATOR, "")
