@@ -6,10 +6,13 @@ folder gets the URL.
 """
 
 import gc
+import logging
 import signal
 import socket
+import ssl
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -22,9 +25,12 @@ from permille.store.settings import explain
 from permille_service.connections import Connections, Listener, protocol_of, raise_file_limit
 from permille_service.settings import Settings, client_url, load
 
+logger = logging.getLogger(__name__)
 EXIT_USAGE, EXIT_RETRY = 2, 75
 """Exit statuses. 75 (EX_TEMPFAIL of sysexits.h) tells a supervisor to start the process again later."""
 SHUTDOWN_S = 5
+RENEW_S = 60
+"""Seconds between two looks at the files of the certificate."""
 COLLECT_AFTER = 10_000
 """Number of new objects after which Python collects garbage.
 
@@ -89,6 +95,7 @@ def _config(app: FastAPI, settings: Settings, connections: Connections) -> uvico
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=SHUTDOWN_S,
+        timeout_notify=RENEW_S,
     )
     try:
         config.load()
@@ -96,7 +103,39 @@ def _config(app: FastAPI, settings: Settings, connections: Connections) -> uvico
         raise OperatorError(
             f"The certificate {settings.tls_certificate} and the key {settings.tls_key} cannot be used: {exc}"
         ) from exc
+    if config.ssl is not None and settings.tls_certificate is not None and settings.tls_key is not None:
+        config.callback_notify = Certificate(config.ssl, settings.tls_certificate, settings.tls_key).renew
     return config
+
+
+class Certificate:
+    """A certificate that is read again when its files change, for example when cert-manager renews it.
+
+    Args:
+        context: the context of the server, which has read the files. New connections get a new certificate.
+    """
+
+    def __init__(self, context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+        self._context, self._files = context, (certificate, key)
+        self._seen = self._times()
+        self._outage = telemetry.Outage(logger, "cannot read the certificate again", logging.ERROR)
+
+    async def renew(self) -> None:
+        """Read the files if they have changed. If they cannot be used, keep the old certificate."""
+        try:
+            times = self._times()
+            if times != self._seen:
+                # While one of the files is still the old one, this fails, and spoils the context it has.
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*self._files)
+                self._context.load_cert_chain(*self._files)
+                self._seen = times
+        except OSError as exc:  # also an error of ssl
+            self._outage.note(exc)
+        else:
+            self._outage.note(None)
+
+    def _times(self) -> list[int]:
+        return [file.stat().st_mtime_ns for file in self._files]
 
 
 class _Server(uvicorn.Server):
