@@ -25,7 +25,10 @@ from permille.sandbox.office import open_document_text, word_text
 _BLOCKS: Final = re.compile(
     "address|article|blockquote|br|dd|div|dt|h[1-6]|hr|li|p|pre|section|table|t[dhr]|ul"
 )
-_SILENT: Final = re.compile("script|style|template|title")
+# The last ones are pictures, forms, and what a browser shows if it cannot show something else.
+_SILENT: Final = re.compile(
+    "script|style|template|title|svg|select|textarea|noscript|iframe|audio|video|canvas"
+)
 _OLE: Final = bytes.fromhex("d0cf11e0a1b11ae1")  # the container of encrypted and of old files of Office
 _SPACE: Final = re.compile(r"[ \t\r\f\v\n]+")
 # A page or a form of XML names its charset near its beginning.
@@ -107,6 +110,7 @@ def texts_of(kind: str, data: bytes) -> list[Extracted]:
     if kind in (".eml", ".mbox"):
         data = data.removeprefix(codecs.BOM_UTF8)
         data = decode(data)[0].encode("utf-8", "replace") if data.startswith(MARKS) else data
+        data = data if b"\n" in data else data.replace(b"\r", b"\n")  # as mail programs of old Macs
     if kind == ".mbox":
         return [_extracted(_mail, message) for message in _messages(data)]
     return [_READERS.get(kind, decode_extracted)(data)]

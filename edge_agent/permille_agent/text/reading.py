@@ -176,7 +176,8 @@ class _Reader:
                 yield from self._decoded(file.read()).encode().splitlines()
                 return
             file.seek(0)
-            yield from file
+            # Within a string of JSON, CR is escaped. So it is always an end of a line.
+            yield from (row for line in file for row in line.rstrip(b"\r\n").split(b"\r"))
 
     def _row(self, place: str | Path, text: str) -> Iterator[Row]:
         if text.strip():

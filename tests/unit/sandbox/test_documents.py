@@ -115,6 +115,7 @@ def test_mail_that_an_editor_has_saved_is_read(codec: str) -> None:
     assert _texts(".eml", mail.encode(codec)) == ["Schöne Pflaumen."]
     box = f"From jo Mon Jan  1 10:00:00 2024\n{mail}\nFrom jo Tue Jan  2 10:00:00 2024\n{mail}"
     assert _texts(".mbox", box.encode(codec)) == ["Schöne Pflaumen."] * 2
+    assert _texts(".mbox", box.replace("\n", "\r").encode(codec)) == ["Schöne Pflaumen."] * 2
 
 
 @pytest.mark.parametrize(
@@ -235,6 +236,12 @@ def test_a_page_is_decoded_by_the_charset_that_it_names() -> None:
         assert _texts(".html", f"{head}<p>Café – là</p>".encode("cp1252")) == ["Café – là"]
     old = '<META http-equiv="Content-Type" content="text/html; charset=koi8-r"><p>Сад</p>'
     assert _texts(".html", old.encode("koi8_r")) == ["Сад"]
+
+
+def test_what_a_browser_does_not_show_as_text_is_left_out() -> None:
+    hidden = "<svg><text>a</text></svg><select><option>b</select><noscript>Turn on c</noscript><textarea>d"
+    page = f"<p>Plums{hidden}</textarea><video>No e</video><iframe src=x></iframe> and <i/>peas</p>"
+    assert _texts(".html", page) == ["Plums and peas"]
 
 
 def test_a_mail_of_apple_is_read_without_its_properties() -> None:

@@ -113,6 +113,15 @@ def test_rows_of_other_programs_are_their_text(tmp_path: Path, row: object, cont
     assert not report.bad_rows
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_rows_end_at_any_line_end_and_are_counted_once(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(end.join(['{"text": "one"}', '{"text": "two"}', "", "bad", ""]).encode())
+    documents, report = read_documents([path])
+    assert [document.content for document in documents] == [PlainText("one"), PlainText("two")]
+    assert report.examples == [f"{path}:4: not JSON"]
+
+
 def test_counts_rows_that_are_too_long_or_in_another_charset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
