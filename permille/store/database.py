@@ -51,7 +51,7 @@ from sqlalchemy import (
     literal,
     select,
 )
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
@@ -95,6 +95,8 @@ _PROBE_BYTES = 16 * 1024
 _LAST_PORT = 65_535
 # SQLSTATE `disk_full`.
 _POSTGRES_FULL = "53100"
+# SQLSTATE `read_only_sql_transaction`: after a failover, the server of a connection is only a copy.
+_POSTGRES_COPY = "25006"
 _FORMS = "Write sqlite:////path/of/file.db, or postgresql+psycopg://user:password@host/name."
 ATTEMPTS = 8
 LONGEST_PAUSE_S = 0.1
@@ -221,8 +223,11 @@ def moment(session: Session) -> ColumnElement[datetime]:
 def name_fault(exc: DBAPIError) -> str | None:
     """Describe the disk or file problem behind a database error, or return None if there is none."""
     name = getattr(exc.orig, "sqlite_errorname", None) or ""
-    if name == "SQLITE_FULL" or getattr(exc.orig, "sqlstate", None) == _POSTGRES_FULL:
+    state = getattr(exc.orig, "sqlstate", None)
+    if name == "SQLITE_FULL" or state == _POSTGRES_FULL:
         return "the disk of the database is full"
+    if state == _POSTGRES_COPY:
+        return "the database is read-only"
     if name.startswith(("SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
         return f"the database cannot be written: {exc.orig}"
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
@@ -319,8 +324,14 @@ def _bound_postgres(engine: Engine, patience: Patience) -> None:
         # For the transaction only: behind PgBouncer, the session belongs to other clients as well.
         connection.exec_driver_sql(limits)
 
+    def leave_copies(context: ExceptionContext) -> None:
+        # Otherwise pooled connections would stay with the copy, and every write would fail until a restart.
+        if getattr(context.original_exception, "sqlstate", None) == _POSTGRES_COPY:
+            context.is_disconnect = True
+
     event.listen(engine, "do_connect", connect)
     event.listen(engine, "begin", begin)
+    event.listen(engine, "handle_error", leave_copies)
 
 
 def parse_url(text: str) -> URL:

@@ -21,7 +21,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute, iter_route_contexts
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from permille.schemas.access import Role
@@ -269,5 +269,5 @@ def _note_seen(service: Service, touch: Callable[[Session], None]) -> None:
     try:
         with service.database.write() as session:
             touch(session)
-    except OperationalError as exc:
+    except DBAPIError as exc:
         logger.warning("cannot record when a caller was seen: %s", exc)

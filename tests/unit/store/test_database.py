@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from permille.store import database
-from permille.store.database import Database, Patience, parse_url, run_each
+from permille.store.database import Database, Patience, check_writable, name_fault, parse_url, run_each
 from permille.store.migrations.schema import migrate
 from tests.integration.test_slow_requests import stopped
 from tests.unit.store.postgres import postgres_server
@@ -96,6 +96,19 @@ def test_the_time_limits_end_with_the_transaction() -> None:
             assert raw is not None
             assert raw.execute("SHOW lock_timeout").fetchone() == ("0",)
         engine.dispose()
+
+
+def test_a_server_that_became_a_copy_is_left() -> None:
+    with postgres_server() as server:
+        migrate(server.url)
+        db = Database(server.url)
+        with db.write() as session:  # as of a server that a failover has demoted
+            session.execute(text("SET default_transaction_read_only = on"))
+        with pytest.raises(DBAPIError) as refused:
+            check_writable(db)
+        assert name_fault(refused.value) == "the database is read-only"
+        check_writable(db)
+        db.close()
 
 
 def test_an_address_may_name_another_limit() -> None:
