@@ -359,6 +359,8 @@ def _mail(data: bytes) -> Extracted:
     # `policy.default` raises errors of many types for headers that break the rules. Only the type of content
     # and its charset are needed here, and `compat32` reads these from any header.
     message = email.message_from_bytes(data, policy=compat32)
+    if "X-IMAP" in message:
+        return Extracted(reason="a note of a mail program to itself")
     parts = list(_bodies(message))
     if not parts:
         return Extracted(reason="a mail without text")
@@ -385,7 +387,7 @@ def _bodies(part: Message) -> Iterator[Extracted]:
             yield from next((texts for texts in found if any(one.text.strip() for one in texts)), [])
         else:
             yield from (text for texts in found for text in texts)
-    elif kind in ("text/plain", "text/html"):
+    elif kind in ("text/plain", "text/html", "text/markdown"):
         if (coding := part["Content-Transfer-Encoding"]) is not None:
             # The parser does not know a name with white space behind it.
             part.replace_header("Content-Transfer-Encoding", str(coding).strip())
@@ -394,7 +396,9 @@ def _bodies(part: Message) -> Iterator[Extracted]:
         if kind == "text/html":
             text = html_text(text, marks_quotations=True)
         elif str(part.get_param("format", "")).lower() == "flowed":
-            text = re.sub(r"(?m)^(?!-- $)(.*) \r?\n(?!>)", r"\1 ", text)  # RFC 3676: soft line breaks
+            # RFC 3676: soft line breaks. Apple's program and Japanese ones add a space for them.
+            space = "" if str(part.get_param("delsp", "")).lower() == "yes" else " "
+            text = re.sub(r"(?m)^(?!-- $)(.*) \r?\n(?!>)", rf"\1{space}", text)
         yield Extracted(text, charset)
 
 

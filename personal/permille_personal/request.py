@@ -186,7 +186,7 @@ def check_numbers(density: float, training: Mapping[str, Any]) -> None:
 
 def chosen_form(asked: Form | None, out: Path) -> Form:
     """Return the form that was asked for, or the one that fits the name. Raises CommandError."""
-    by_name = Form.GGUF if out.suffix == ".gguf" else Form.TRANSFORMERS
+    by_name = Form.GGUF if out.suffix.lower() == ".gguf" else Form.TRANSFORMERS
     if asked is not None and (asked is Form.TRANSFORMERS) is not (by_name is Form.TRANSFORMERS):
         name = "a folder, without .gguf" if asked is Form.TRANSFORMERS else "a file that ends in .gguf"
         raise CommandError(f"--format {asked} writes {name}, but --out is {out.name}.", Exit.USAGE)

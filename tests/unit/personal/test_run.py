@@ -171,6 +171,7 @@ def test_a_form_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
 def test_a_form_fits_the_name_of_the_result() -> None:
     file, folder = Path("mine.gguf"), Path("mine")
     assert [chosen_form(None, out) for out in (file, folder)] == [Form.GGUF, Form.TRANSFORMERS]
+    assert chosen_form(None, file.with_suffix(".GGUF")) is Form.GGUF
     assert chosen_form(Form.LORA, file) is Form.LORA
     for form, out in ((Form.LORA, folder), (Form.GGUF, folder), (Form.TRANSFORMERS, file)):
         with pytest.raises(CommandError, match=f"--format {form} writes a .*, but --out is {out.name}") as no:

@@ -209,6 +209,14 @@ def test_soft_line_breaks_are_joined() -> None:
     assert _texts(".eml", f"{head}One line \nof two.\nAnother.\n-- \nAnn") == [
         "One line of two.\nAnother.\n-- \nAnn"
     ]
+    head = "Content-Type: text/plain; format=flowed; DelSp=yes; charset=utf-8\n\n"
+    assert _texts(".eml", f"{head}One line  \nof two. \n庭の \n木です。") == ["One line of two.庭の木です。"]
+
+
+def test_the_note_of_a_mail_program_in_a_mailbox_is_skipped() -> None:
+    note = f"From a Mon Jan  1 10:00:00 2024\nX-IMAP: 1 2\n{HEAD}\nNot a real message.\n"
+    mail = f"\nFrom a Mon Jan  1 10:00:00 2024\nX-IMAPbase: 1 2\n{HEAD}\nAt noon.\n"
+    assert _texts(".mbox", note + mail) == ["skipped: a note of a mail program to itself", "At noon."]
 
 
 def test_a_chat_that_telegram_exported_as_a_page_is_its_messages() -> None:
