@@ -45,6 +45,7 @@ def full_stack() -> Iterator[dict[str, str]]:
             shutil.chown(folder, user)
         data = str(folder / "data")
         made = [initdb, "--pgdata", data, "--username", "permille", "--auth", "trust"]
+        made += ["--encoding", "UTF8", "--locale", "C"]  # otherwise as in the environment
         subprocess.run(made, user=user, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         ports = _free_port(), _free_port()
         started = [

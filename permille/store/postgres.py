@@ -55,7 +55,9 @@ class BoundedConnection(psycopg.Connection[Any]):
 def connect(arguments: dict[str, Any], answer_s: float | None) -> BoundedConnection:
     """Open a connection with the arguments that SQLAlchemy made of a URL."""
     threshold = int(arguments.pop(PREPARE, 5))
-    connection = BoundedConnection.connect(**arguments, prepare_threshold=threshold or None)
+    # Without it, the driver takes the encoding of the database, and returns bytes if that is SQL_ASCII.
+    encoded = {"client_encoding": "utf8", **arguments}
+    connection = BoundedConnection.connect(**encoded, prepare_threshold=threshold or None)
     connection.answer_s = answer_s
     return connection
 

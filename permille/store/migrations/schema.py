@@ -69,6 +69,7 @@ def migrate(url: str, scripts: Path = SCRIPTS, *, worker_role: str | None = None
             return
         with _begin(engine) as connection:
             if connection.dialect.name == "postgresql":
+                _check_encoding(connection)
                 _check_owner(connection)
                 connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK_ID})"))
             config.attributes["connection"] = connection
@@ -107,6 +108,16 @@ def _check_foreign_keys(connection: Connection) -> None:
     broken = {(row.table, row.parent) for row in connection.execute(text("PRAGMA foreign_key_check"))}
     if broken:
         raise RuntimeError(f"Migrations lost rows that others refer to (from, to): {sorted(broken)}")
+
+
+def _check_encoding(connection: Connection) -> None:
+    """Check that the database can hold every name. `initdb` chooses SQL_ASCII if the locale is C."""
+    encoding = connection.scalar(text("SHOW server_encoding"))
+    if encoding != "UTF8":
+        raise OperatorError(
+            f"The database has the encoding {encoding}. Make it with ENCODING 'UTF8' TEMPLATE template0 "
+            f"({_where(connection.engine)})."
+        )
 
 
 def _check_owner(connection: Connection) -> None:

@@ -14,6 +14,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import JSON, Boolean, Engine, Float, Integer, LargeBinary, String, Table, text
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, StatementError
 from sqlalchemy.types import TypeEngine
 
@@ -148,6 +149,19 @@ def test_a_database_that_cannot_be_opened_is_named_without_its_password(tmp_path
     (tmp_path / "notes.txt").write_text("no database " * 99)
     with pytest.raises(OperatorError, match="file is not a database"):
         migrate(f"sqlite:///{tmp_path}/notes.txt")
+
+
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_a_database_that_cannot_hold_every_name_is_refused(encoding: str) -> None:
+    with postgres_server() as server:
+        admin = make_engine(server.url).execution_options(isolation_level="AUTOCOMMIT")
+        with admin.connect() as connection:
+            locale = "LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0"
+            connection.execute(text(f"CREATE DATABASE narrow ENCODING '{encoding}' {locale}"))
+        admin.dispose()
+        url = make_url(server.url).set(database="narrow").render_as_string(hide_password=False)
+        with pytest.raises(OperatorError, match=f"encoding {encoding}. Make it with ENCODING 'UTF8'"):
+            migrate(url)
 
 
 def test_a_database_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
