@@ -1,5 +1,6 @@
 """Kinds of documents, and the rows of a `.jsonl` file that are documents."""
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +13,7 @@ TOOLS = ("tool", "function")
 """Roles of the answers of tools."""
 # The kinds of parts of a message that are text, and the name of the text in each.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_HALVES = re.compile("[\ud800-\udfff]")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
@@ -134,7 +136,8 @@ def cleaned(text: str) -> str:
         >>> cleaned("one\r\ntwo")
         'one\ntwo'
     """
-    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if _HALVES.search(text):
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text.replace("\r\n", "\n").replace("\r", "\n").replace("\x00", "").replace("\ufeff", "")
 
 

@@ -25,8 +25,9 @@ MAX_DEPTH = 64
 # Matches whole strings, because brackets inside them do not count. A string without a closing quote extends
 # to the end of the text.
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
-# ChatGPT marks a citation by text between two characters of the private use area.
-_CITATION = re.compile("\ue200[^\ue201]*\ue201")
+# ChatGPT marks a citation by text between two characters of the private use area. Older exports have
+# "【4:0†notes.pdf】".
+_CITATION = re.compile("\ue200[^\ue201]*\ue201|【[0-9:]+†[^】\n]{0,200}】")
 # Open WebUI keeps what a model thought, or sent to a tool, in the text of its answer. A thought without an
 # end, because the user stopped the answer, extends to the end of the text.
 _DETAILS = re.compile(r'<details type=".*?(?:</details>|\Z)', re.DOTALL)
@@ -176,7 +177,7 @@ def _text(message: dict[str, Any]) -> str:
     author, content, metadata = (_object(message.get(name)) for name in ("author", "content", "metadata"))
     is_visible = (
         author.get("role") in ("user", "assistant")
-        and message.get("recipient", "all") == "all"  # other recipients are tools
+        and (message.get("recipient") or "all") == "all"  # other recipients are tools
         and not metadata.get("is_visually_hidden_from_conversation")
         and content.get("content_type") in _TEXT_KINDS
     )

@@ -37,7 +37,7 @@ def test_the_branch_that_was_seen_last_is_read_without_what_nobody_said() -> Non
             _message("tool", "results"),
             _message("assistant", "hidden", metadata={"is_visually_hidden_from_conversation": True}),
             _message("assistant", "Early\ue200cite\ue202turn0\ue201, in rows.", {"asset": "an image"}),
-            _message("assistant", "Keep them moist."),
+            _message("assistant", "Keep them moist【4:0†peas.pdf】.", recipient=None),
             _message("user", {"asset": "photo"}, "And beans?", kind="multimodal_text"),
             _message("assistant", "Later."),
         ]
