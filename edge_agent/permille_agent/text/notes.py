@@ -60,7 +60,7 @@ _LITTLE_WORDS: Final = """
 a about all also am an and any are as at be been but by call called can could did do does for from had
 has have he her him his how i if in is it its kind know long many me much my name named no not of old on
 or our please say says she should so some tell than that the their them then there they this to type us
-was we were what when where which who whom whose why will with would you your
+was we were what when where which who whom whose why will with would you your hello hey hi thanks
 aber am an auch auf aus bei bin bist das dein deine dem den der des du ein eine einem einen
 einer er es für hat hatte heißt ich ihr im in ist ja kann mein meine meinem meinen meiner mit nach
 nicht oder sein seine sie sind so um und uns von waren was wann warum wem wen wer wie wieso wird wo
