@@ -43,9 +43,7 @@ class Guard:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._settings = settings
-        self._hosts = frozenset(
-            (*LOOPBACK_NAMES, _bracketed(settings.host), *(host.lower() for host in settings.allowed_hosts))
-        )
+        self._hosts = frozenset((*LOOPBACK_NAMES, *map(_bracketed, (settings.host, *settings.allowed_hosts))))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an HTTP request on, or answer it."""
@@ -124,7 +122,7 @@ def _host_name(host: str) -> str:
 
 def _bracketed(host: str) -> str:
     """Return an address in the form of a Host header, with brackets around IPv6."""
-    return f"[{host}]" if ":" in host else host.lower()
+    return f"[{host.strip('[]')}]".lower() if ":" in host else host.lower()
 
 
 def _with_security_headers(send: Send, wanted: tuple[tuple[bytes, bytes], ...]) -> Send:

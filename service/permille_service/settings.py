@@ -6,17 +6,19 @@ Every field can come from the environment (`PERMILLE_DATA_DIR`, `PERMILLE_PORT`,
 """
 
 import ipaddress
+import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from permille.addresses import is_loopback
 from permille.store.settings import MAX_S, HeaderToken, Quota, SettingsGroup, StoreSettings
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 MIB = 1024 * 1024
+_HOST: Final = re.compile(r"[A-Za-z0-9._-]+|[0-9a-fA-F:.]+|\[[0-9a-fA-F:.]+\]", re.ASCII)
 UPLOADS_WAITING = 4
 """Maximum number of logs and states of one device that wait for their check."""
 UPLOADS_KEPT = 1000
@@ -68,6 +70,14 @@ class AddressSettings(SettingsGroup):
                 "127.0.0.1."
             )
         return self
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _host_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for host in value:
+            if not _HOST.fullmatch(host):  # it would match no request, and each would be refused
+                raise ValueError(f"{host!r:.100} is no name of a host. Leave out scheme, port, path and `*`.")
+        return value
 
     @model_validator(mode="after")
     def _named_proxies(self) -> Self:

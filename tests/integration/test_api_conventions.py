@@ -124,8 +124,9 @@ def test_a_pod_answers_to_its_own_address_alone(api: Api, address: str) -> None:
 
 
 def test_configured_host_is_answered(tmp_path: Path) -> None:
-    with running_api(tmp_path, allowed_hosts=("models.example",)) as api:
-        assert api.client.get("/v1/health", headers={"Host": "models.example:443"}).status_code == 200
+    with running_api(tmp_path, allowed_hosts=("Models.example", "2001:DB8::7", "[2001:db8::8]")) as api:
+        for host in ("models.example:443", "[2001:db8::7]:443", "[2001:db8::8]"):
+            assert api.client.get("/v1/health", headers={"Host": host}).status_code == 200
         assert api.client.get("/v1/health", headers={"Host": "other.example"}).status_code == 421
 
 

@@ -84,6 +84,13 @@ def test_a_list_that_is_none_is_named_with_its_form(tmp_path: Path, monkeypatch:
     assert explain(wrong.value) == 'PERMILLE_ALLOWED_HOSTS: Write a JSON list, such as ["one", "two"].'
 
 
+@pytest.mark.parametrize("host", ["https://a.example", "a.example:443", "*", "*.example", "a.example/", ""])
+def test_a_host_that_matches_no_request_is_refused(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ValidationError) as wrong:
+        load(data_dir=tmp_path, allowed_hosts=("b.example", host))
+    assert f"PERMILLE_ALLOWED_HOSTS: {host!r} is no name of a host" in explain(wrong.value)
+
+
 @pytest.mark.parametrize("proxy", ["10.0.0.1/8", "proxy.example.org"])
 def test_a_proxy_that_is_no_network_is_named(tmp_path: Path, proxy: str) -> None:
     with pytest.raises(ValidationError) as wrong:
