@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
     Args:
         arguments: name of the model, and the folder to work in. Both have defaults.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     name, work = arguments[0] if arguments else "smollm2", Path(arguments[1]) if arguments[1:] else WORK
     if name not in MODELS:
         print(f"demo: there is no model {name!r}; choose {' or '.join(MODELS)}", file=sys.stderr)
@@ -122,6 +122,9 @@ def main(arguments: list[str]) -> int:
     except (DemoError, CommandError, StackError) as exc:
         print(f"demo: failed: {exc}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("demo: stopped. Nothing is kept, so it begins anew next time", file=sys.stderr)
+        return 130
     print(line)
     return 0
 

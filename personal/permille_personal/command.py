@@ -57,7 +57,7 @@ class Part(StrEnum):
 
 KEPT = {
     None: "what earlier runs have finished",
-    Part.MASK: "the scores of the public text, except of at most 16 sequences",
+    Part.MASK: "the scores of each 16 finished sequences of the public text",
     Part.WEIGHTS: "the mask",
     Part.PACKAGE: "the mask and the weights",
     Part.TRAINING: "the package and the finished steps",

@@ -28,7 +28,7 @@ Part = tuple[JobKind, Closed]
 Find = Callable[[Session, Job], Job | None]
 # Rough shares of a build's time, for its progress bar. The parts of a split job begin at 5 % of its time
 # and take 80 %.
-_WEIGHTS = {JobKind.MASK: 0.6, JobKind.QUANTIZATION: 0.3, JobKind.PACKAGE: 0.1}
+_WEIGHTS = {JobKind.MASK: 0.75, JobKind.QUANTIZATION: 0.05, JobKind.PACKAGE: 0.2}
 _SPLIT_AT, _SPLIT_SHARE = 0.05, 0.8
 
 

@@ -23,7 +23,7 @@ from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.artifacts import layer_of, publishes_package, quantization_of
 from permille_workers.tasks.sources import open_corpus, open_model
 
-_BEFORE_BASIS = 0.2
+_BEFORE_BASIS = 0.5
 """Progress of a job when it begins to learn a basis."""
 
 
@@ -49,7 +49,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
     origins = {"mask": mask_row and mask_row.provenance, "quantization": quantization.provenance}
     if request.adapter is not None:
         origins["adapter"] = request.adapter.model_dump(mode="json")
-    # Learning a basis takes much longer than everything else.
+    # Learning a basis takes about as long as everything else.
     packed = _BEFORE_BASIS if request.basis else 1.0
     package = pack(
         context.blobs,
