@@ -114,22 +114,20 @@ def _tuned(records: Sequence[Json]) -> list[dict[str, str]]:
 
 def _searches(folder: Path) -> list[dict[str, str]]:
     """Return the validation losses of each search, by step factor."""
-    rows = []
+    searches: list[tuple[dict[str, str], dict[float, float | None]]] = []
     for unit in planned(Path(MODEL)):
         path = folder / f"{unit.name}.jsonl"
         found = read_results(path).tunings.values() if unit.stage == "tuned" and path.exists() else ()
+        middle, factor = unit.choices.get("grid_middle", 1.0), unit.choices.get("grid_factor", 1.0)
         for tuning in found:
             _, base, method, task = tuning["key"].split("/")
-            losses = {
-                unit.choices["grid_middle"] * unit.choices["grid_factor"] ** int(power): loss
-                for power, loss in tuning["losses"].items()
-            }
-            told = {
-                f"{factor:g}": "" if loss is None else f"{loss:.2f}"
-                for factor, loss in sorted(losses.items())
-            }
-            rows.append({"method": method, "task": f"{task}, {base}", **told})
-    return rows
+            losses = {middle * factor ** int(power): loss for power, loss in tuning["losses"].items()}
+            searches.append(({"method": method, "task": f"{task}, {base}"}, losses))
+    factors = sorted({factor for _, losses in searches for factor in losses})
+    return [
+        own | {f"{each:g}": "" if losses.get(each) is None else f"{losses[each]:.2f}" for each in factors}
+        for own, losses in searches
+    ]
 
 
 def _plain(records: Sequence[Json], stage: str) -> list[dict[str, str]]:
