@@ -293,7 +293,7 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
         "'secretKeyRef': {'key': 'broker-url', 'name': 's'}",
     ),
     "secrets.tls": ("t", "Deployment/permille-api", "'secret': {'secretName': 't'}"),
-    "hosts": (["a.org", "b.org"], "Deployment/permille-api", '\'["a.org","b.org","permille-api"]\''),
+    "hosts": (["a.org", "b.org"], "Deployment/permille-api", '\'["a.org","b.org","permille-api",'),
     "images.registry": ("r.org/p", "Deployment/permille-worker", "'r.org/p/permille-worker:v"),
     "images.tag": ("9", "Job/permille-migration", "/permille-api:9'"),
     "images.digests.api": (DIGEST, "Deployment/permille-api", f"/permille-api@{DIGEST}'"),
