@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from permille.arguments import named_path
 from permille.errors import InputError
 from permille.extras import install_line
 from permille.plain_text import echo
@@ -104,7 +105,7 @@ def compare(
     context: typer.Context,
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="Measure on this text instead of the held-out text of the run."),
+        typer.Option(parser=named_path, help="Measure on this text instead of the held-out text of the run."),
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue. Repeat it for more.")] = None,
     max_tokens: TokensOption = 48,

@@ -128,7 +128,7 @@ def test_each_kind_of_error_has_its_exit_code(error: Any, code: int) -> None:
     assert f"{code} " in EXIT_CODE_HELP
 
 
-@pytest.mark.parametrize("command", [("train",), ("data", "add"), ("data", "remove")])
+@pytest.mark.parametrize("command", [("train",), ("data", "add"), ("data", "remove"), ("compare", "--data")])
 def test_an_unset_variable_is_not_the_current_folder(agent: Agent, command: tuple[str, ...]) -> None:
     refused = agent(*command, "")
     assert (refused.code, "name is empty" in refused.errors) == (ExitCode.USAGE, True)
