@@ -83,6 +83,7 @@ class Home:
     current = _Below("current.json")  # the active model, and what was active before
     data = _Below("data.json")  # references to the user's files; the files stay where they are
     notes = _Below("notes.sqlite")  # index of the user's text, for answers; it holds a copy of the text
+    base = _Below("base.json")  # general loss and answers of the package's base, measured once
     decisions = _Below("decisions.json")  # how many decisions this device has made
     consent = _Below("consent.json")  # the user's choices to share logs and states, made on this device only
     ledger = _Below("ledger.json")  # privacy cost of the rounds; survives `forget`

@@ -34,7 +34,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseAnswers:
-    """Contents of `answers-base.json`: the base's right answers, by prompt."""
+    """The base's right answers, by prompt."""
 
     texts: Mapping[str, str]
 
@@ -48,7 +48,7 @@ def base_answers(engine: Engine, base_K: NDArray[np.float32], tokenizer: TextTok
         PackageError: the tokenizer breaks a limit. The run can be resumed.
     """
     texts = {}
-    for question in _questions(tokenizer):
+    for question in questions(tokenizer):
         with suppress(InputError):
             answer = _answer(engine, base_K, tokenizer, question.prompt)
             if question.is_known(answer):
@@ -65,7 +65,7 @@ def compare_answers(
         The answers, and what is wrong with the last of them, or "": `lose the answer to "What ...?"`.
     """
     found: list[Sample] = []
-    for question in _questions(tokenizer):
+    for question in questions(tokenizer):
         prompt = question.prompt
         if prompt not in base.texts:
             continue
@@ -78,7 +78,8 @@ def compare_answers(
     return tuple(found), ""
 
 
-def _questions(tokenizer: TextTokenizer) -> Sequence[Question]:
+def questions(tokenizer: TextTokenizer) -> Sequence[Question]:
+    """Return the questions of a chat model, or the beginnings that another model continues."""
     return QUESTIONS if tokenizer.can_chat else BEGINNINGS
 
 

@@ -12,19 +12,21 @@ Shapes: D documents, G groups of documents, N targets, K masked weights.
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from permille.engines.interface import Engine
-from permille.errors import InputError
+from permille.errors import InputError, OperatorError
 from permille.training.strength import EIGHTHS, choose_strength, scaled
 from permille.zo.lattice import values
+from permille_agent.state.home import read_record, write_record
 from permille_agent.text.rows import Row, evaluation_batches
 from permille_agent.text.tokens import TextTokenizer, package_tokenizer
-from permille_agent.training.answers import BaseAnswers, Sample, base_answers, compare_answers
+from permille_agent.training.answers import BaseAnswers, Sample, base_answers, compare_answers, questions
+from permille_agent.training.engines import EngineUsed
 from permille_agent.training.run import Run, finite_or_none
 
 EVALUATION_TOKENS = 2048
@@ -144,6 +146,46 @@ class Kept:
     answers: tuple[Sample, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownBase:
+    """Contents of `base.json`: what the base of a package does, measured once for all runs.
+
+    Attributes:
+        package: digest of the package.
+        engine: the engine that computed the numbers.
+        asked: prompts of all questions.
+        loss: loss on general text, 0 if the package has none. None replaces a loss that was not finite.
+        answers: the right answers.
+    """
+
+    package: str
+    engine: EngineUsed
+    asked: tuple[str, ...]
+    loss: float | None
+    answers: BaseAnswers
+
+
+def known_base(run: Run, tokenizer: TextTokenizer) -> KnownBase:
+    """Return what the base does. Measure it, unless an earlier run with the same package and engine has."""
+    path = run.base_file or run.folder.path / "base.json"
+    unknown = KnownBase(
+        package=run.package.digest,
+        engine=EngineUsed(**run.engine.info()),
+        asked=tuple(question.prompt for question in questions(tokenizer)),
+        loss=None,
+        answers=BaseAnswers(texts={}),
+    )
+    with suppress(OperatorError):  # a damaged file is written again
+        known = read_record(path, KnownBase)
+        if known is not None and replace(known, loss=None, answers=unknown.answers) == unknown:
+            return known
+    loss = 0.0 if run.reference is None else run.reference.loss(run.engine, run.w_base_K)
+    answers = base_answers(run.engine, run.w_base_K, tokenizer)
+    known = replace(unknown, loss=finite_or_none(loss), answers=answers)
+    write_record(path, known)
+    return known
+
+
 def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> Kept:
     """Choose the strength of a trained state, and store it for a resumed run.
 
@@ -162,14 +204,12 @@ def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> K
 
     def choose(tokenizer: TextTokenizer) -> Kept:
         run.progress.phase("measuring the loss on general text, and asking general questions")
-        loss_base = loss_of(run.w_base_K)
-        base = run.folder.once(
-            "answers-base", BaseAnswers, lambda: base_answers(run.engine, run.w_base_K, tokenizer)
-        )
+        base = known_base(run, tokenizer)
+        loss_base = math.nan if base.loss is None else base.loss
         answers: dict[int, tuple[Sample, ...]] = {}
 
         def fault_at(eighths: int) -> str:
-            answers[eighths], fault = compare_answers(run.engine, values_at(eighths), tokenizer, base)
+            answers[eighths], fault = compare_answers(run.engine, values_at(eighths), tokenizer, base.answers)
             return fault
 
         found = choose_strength(

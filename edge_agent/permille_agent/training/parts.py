@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from permille.engines.interface import Engine
 from permille.training.strength import EIGHTHS, strength_beside_memory
 from permille_agent.text.tokens import TokenizedDocument, package_tokenizer
-from permille_agent.training.answers import BaseAnswers, base_answers, compare_answers
-from permille_agent.training.evaluation import GeneralLoss
+from permille_agent.training.answers import compare_answers
+from permille_agent.training.evaluation import GeneralLoss, known_base
 from permille_agent.training.memory import (
     Part,
     following,
@@ -218,7 +218,4 @@ def _fault(run: Run, model: Model, *, told: bool) -> str:
     if not told:
         run.progress.phase("asking general questions, with the memory")
     with closing(package_tokenizer(run.package)) as tokenizer:
-        base = run.folder.once(
-            "answers-base", BaseAnswers, lambda: base_answers(run.engine, run.w_base_K, tokenizer)
-        )
-        return compare_answers(*model, tokenizer, base)[1]
+        return compare_answers(*model, tokenizer, known_base(run, tokenizer).answers)[1]

@@ -12,7 +12,6 @@
     descent-<n>.moments  Adam's state of a gradient descent
     descent-<n>.state    best state of a gradient descent (permille.zo.packed_state)
     descent-<n>.jsonl    losses on the select split, one line per evaluation
-    answers-base.json    answers of the base to questions of general knowledge
     kept.json            strength that keeps general knowledge, with the loss and the answers at it
     time.json, stop.json working time, and the step at which the time limit ended the run
     parts.json           choice among the base, the state, the memory and both
@@ -395,6 +394,7 @@ class Run:
         w_base_K: values of the masked weights in the base. The state is added to them.
         start: state before the first step, or None for the base.
         reference: general text of the package. It pulls steps towards the base, and measures forgetting.
+        base_file: a file that keeps what the base does, for later runs (`evaluation.KnownBase`).
     """
 
     folder: RunFolder
@@ -407,6 +407,7 @@ class Run:
     progress: RunProgress = SILENT
     start: StartState | None = None
     reference: Reference | None = None
+    base_file: Path | None = None
 
     @property
     def judges_start(self) -> bool:

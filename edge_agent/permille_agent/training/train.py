@@ -271,6 +271,7 @@ class _Task:
             progress=self.context.progress,
             start=start_state(self.home, self.package, start),
             reference=Reference.of(self.package),
+            base_file=self.home.base,
         )
 
     def _run_to_end(self, run: Run) -> RunResult:

@@ -186,3 +186,21 @@ def test_a_wreck_is_not_adopted_and_the_page_says_what_was_asked(device: Device)
     page = show_run(device.home, None, engine_of).read_text()
     assert f"<tr><td>{FRANCE}</td>" in page
     assert LOST in page
+
+
+def test_later_runs_with_the_package_do_not_ask_the_base_again(
+    begin: Begin, package: Package, tmp_path: Path
+) -> None:
+    def asked(name: str, threads: int = 1) -> int:
+        engine = Speaker(package, up_to_half(LOST))
+        of = engine.info() | {"threads": threads}
+        engine.info = lambda: of  # type: ignore[method-assign]
+        run = replace(begin(PRIVATE, name, engine=engine), base_file=tmp_path / "base.json")
+        assert keep_general(run, state(run), EXPONENT).strength == 4
+        return sum(distance == 0 for distance, _ in engine.prompts)
+
+    all_questions = len(BEGINNINGS)
+    assert [asked("a"), asked("b")] == [all_questions, 0]
+    assert asked("c", threads=2) == all_questions  # another engine may answer differently
+    (tmp_path / "base.json").write_text("{")
+    assert [asked("d"), asked("e")] == [all_questions, 0]
