@@ -245,10 +245,11 @@ def test_tuning_seeds_are_others_and_reported_runs_alone_begin_anew(
     sweep_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every trial trains once with each tuning seed. Then the reported run trains with its own seed."""
-    text = sweep_file.read_text().replace("trials = 1", "trials = 3\ntuning_seeds = 3")
+    text = sweep_file.read_text().replace("trials = 1", "trials = 3\ntrial_steps = 2\ntuning_seeds = 3")
     methods = 'methods = ["zo:sensitive-c4", "zo:random-dynamic"]\n#'
     sweep_file.write_text(text.replace("methods = [", methods))
     runs: list[tuple[str, int, float]] = []
+    lengths: list[int] = []
 
     def spied(name: str) -> Callable[..., Trained]:
         trained = getattr(cells, name)
@@ -256,6 +257,7 @@ def test_tuning_seeds_are_others_and_reported_runs_alone_begin_anew(
         def run(*given: Any) -> Trained:
             recipe = given[3]
             runs.append((name, recipe.seed, recipe.step_factor))
+            lengths.append(recipe.steps)
             found: Trained = trained(*given)
             return found
 
@@ -267,6 +269,7 @@ def test_tuning_seeds_are_others_and_reported_runs_alone_begin_anew(
     segments = 2  # of the method that selects its mask again, with seeds far apart
     searched = runs[: runs.index(("train_safely", 0, record["tuned_step_factor"]))]
     assert {name for name, _, _ in searched} == {"train"}
+    assert set(lengths[: len(searched)]) == {2} and lengths[len(searched)] == 4
     assert {seed for _, seed, _ in searched} == {tuning_seed(0) + n for n in range(3)}
     assert len(set(searched)) == len(searched)
     by_seed = [sum(seed == tuning_seed(0) + n for _, seed, _ in searched) for n in range(3)]

@@ -74,6 +74,7 @@ class Bench:
     def trial(self, cell: Cell, order: Order, seed: int, step_factor: float) -> Trial:
         """Return the outcome of one tuning run. It has a validation loss and no test score."""
         recipe = self._recipe(order, seed, step_factor)
+        recipe = replace(recipe, steps=self.sweep.trial_steps or recipe.steps)
         trained = self._trained(cell, self.data(cell, seed), recipe, train)[1]
         return Trial(loss=trained.loss, rose=trained.rose and cell.method.trained not in IN_SEGMENTS)
 

@@ -99,6 +99,7 @@ class Sweep(BaseModel):
             searched and the factor is 1.
         grid_middle: step factor in the middle of these.
         grid_factor: ratio of two neighbours of the grid.
+        trial_steps: number of steps of a run that tries a step factor. None for as many as any other run.
         tuning_seeds: number of seeds that compare the first seed's best step factor with its neighbours
             (odd). The search continues while a neighbour is better.
         sizes: numbers of examples of train, validation and test.
@@ -125,6 +126,7 @@ class Sweep(BaseModel):
     trials: _Count = 3
     grid_middle: _Positive = 1.0
     grid_factor: Annotated[float, Field(gt=1)] = GRID_FACTOR
+    trial_steps: _Count | None = None
     tuning_seeds: _Count = 1
     evaluations: _Count = 10
     sizes: tuple[_Count, _Count, _Count] = PAPER_SIZES

@@ -83,6 +83,7 @@ def _trained(model: Path, task: str, base: str, part: str) -> Unit:
     First order begins at AdamW's 1e-3, so its factors are 0.1, 1 and 10.
     """
     rows, tokens = ROWS[task]
+    # 16 directions of one row are twice the passes of one direction of eight rows.
     many = part == "queries"
     choices = {
         "methods": list(_TRAINED[part]),
@@ -91,8 +92,8 @@ def _trained(model: Path, task: str, base: str, part: str) -> Unit:
         "density": DENSITY,
         "estimator": "spsa",
         "queries": 16 if many else 1,
-        # 16 directions of one row are twice the passes of one direction of eight rows.
-        "zo_steps": 50 if many else 100,
+        "zo_steps": 250 if many else 500,
+        "trial_steps": 50 if many else 100,
         "fo_steps": 100,
         "batch_size": 1 if many else rows,
         "max_tokens": tokens,
@@ -103,6 +104,9 @@ def _trained(model: Path, task: str, base: str, part: str) -> Unit:
         "grid_factor": 10.0,
         "tuning_seeds": 1,
     }
+    if part == "first-order":
+        # Both are for zeroth order. These values keep the results valid.
+        choices |= {"zo_steps": 100, "trial_steps": None}
     return Unit(stage="tuned", model=model, task=task, name=f"{task}-{base}-tuned-{part}", choices=choices)
 
 
