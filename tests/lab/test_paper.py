@@ -27,8 +27,9 @@ def test_every_sweep_of_the_table_can_be_run(sweep_file: Path) -> None:
     for unit in units:
         sweep = unit.sweep(materials)
         assert [method.name for method in sweep.methods] == unit.choices["methods"]
-        # Whatever trains is tuned.
-        assert (sweep.trials > 1) is (unit.stage == "tuned") is (sweep.methods[0].order is not None)
+        # Whatever trains is tuned, except for the part `reading`.
+        assert (sweep.trials > 1) is (unit.stage == "tuned")
+        assert unit.stage == "tuned" or sweep.methods[0].order is None or unit.name.endswith("-reading")
     trained = {unit.task for unit in units if any("zo:" in name for name in unit.choices["methods"])}
     assert trained == {"sst2"}
 
