@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from permille.errors import PermilleError
 from permille.models.gguf.folder import model_folder
@@ -61,7 +62,7 @@ def planned(model: Path) -> list[Unit]:
 
 def _reference(model: Path, task: str, base: str, part: str) -> Unit:
     """Return the sweep of a method that trains nothing."""
-    choices = {
+    choices: dict[str, Any] = {
         "methods": list(_REFERENCES[part]),
         "bases": [base],
         "seeds": SEEDS[:1] if part in _ONCE else SEEDS,
@@ -92,7 +93,7 @@ def _trained(model: Path, task: str, base: str, part: str) -> Unit:
     reading = part == "reading"
     # 16 directions of one row are twice the passes of one direction of eight rows.
     many = part == "queries"
-    choices = {
+    choices: dict[str, Any] = {
         "methods": list(_TRAINED[part]),
         "bases": [base],
         "seeds": SEEDS[:1] if reading else SEEDS,
