@@ -24,7 +24,7 @@ need stronger evidence. This bounds the probability of any false adoption on a d
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -255,17 +255,12 @@ class _Incumbent:
 def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumbent) -> Decision:
     # Measure the base first, because every outcome reports its losses.
     base = _losses(run, "base", lambda _: (run.engine, run.w_base_K))
-    exponent = selected.header.step_unit_exponent
-
-    def digest_of(s_K: NDArray[np.int64]) -> str:
-        return state_digest(s_K, mask_digest=run.package.mask_digest, step_unit_exponent=exponent)
-
     decision = Decision(
         descent=selected.descent,
         step=selected.step,
         steps=selected.steps,
         stopped=selected.stopped,
-        state_digest=digest_of(selected.s_K),
+        state_digest=_digest(run, selected, EIGHTHS),
         incumbent=incumbent.model,
         number=number,
         reason=_no_step(selected.stopped),
@@ -276,29 +271,16 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     )
     # Without a step, no state was selected. Judging the start would only use up test text.
     if selected.step or run.judges_start:
-        kept = keep_general(run, selected.s_K, exponent)
+        kept = keep_general(run, selected.s_K, selected.header.step_unit_exponent)
         decision = replace(
             decision, strength=kept.strength, fault=kept.fault, general=kept.general, answers=kept.answers
         )
         if not kept.strength:
             decision = replace(decision, reason=_too_costly(run, kept))
         elif kept.strength < EIGHTHS:
-            decision = replace(decision, scaled_digest=digest_of(scaled(selected.s_K, kept.strength)))
-
-    def state_at(eighths: int) -> ScaledState:
-        def values_of(s_K: NDArray[np.int64]) -> NDArray[np.float32]:
-            return values(run.w_base_K, scaled(s_K, eighths), exponent)
-
-        return ScaledState(
-            eighths=eighths,
-            values_K=values_of(selected.s_K),
-            # A short text has one state for each tested part. No state was trained on the part that tests it.
-            judges=[values_of(s_K) for s_K in selected.judges or (selected.s_K,)],
-            digest=digest_of(scaled(selected.s_K, eighths)),
-        )
-
+            decision = replace(decision, scaled_digest=_digest(run, selected, kept.strength))
     strength = decision.strength
-    candidates = Candidates(run, strength, state_at if strength else None)
+    candidates = Candidates(run, strength, partial(_scaled_state, run, selected) if strength else None)
 
     def losses_of(part: Part) -> DocumentLosses:
         return _losses(run, part.value, candidates.judged(part).__getitem__)
@@ -333,18 +315,35 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
     )
     if not against_base.better:
         return replace(decision, reason=f"not surely better than the base {where}")
-    # The base is active, and the comparison with the base is done.
-    if incumbent.model.run is None:
+    if incumbent.model.run is None:  # the base is active
         return decision
+    return _against_active(run, decision, chosen, incumbent, least, where)
+
+
+def _against_active(
+    run: Run,
+    decision: Decision,
+    judges: Sequence[Model],
+    incumbent: _Incumbent,
+    least: int,
+    where: str,
+) -> Decision:
+    """Compare a model that is better than the base with the active model, and return the decision.
+
+    Args:
+        judges: the chosen model, for each tested part of the text.
+        least: the least tokens of a compared piece.
+        where: the text of the test, in words.
+    """
     try:
-        first, second = _losses_beside_active(run, decision.part, chosen, incumbent)
+        first, second = _losses_beside_active(run, decision.part, judges, incumbent)
     except (InputError, PackageError, OperatorError) as exc:
         # The device can no longer use the active model, so nothing is lost by replacing it.
         return replace(decision, reason=f"better than the base; the active model cannot be opened: {exc}")
     if not len(first.tokens_D):
         reason = "the active model has learned from all of this text: add new text to compare the two models"
         return replace(decision, adopted=False, reason=reason)
-    against_active = _compared(first, second, number, least)
+    against_active = _compared(first, second, decision.number, least)
     reason = f"better than the base and than the active model {where}"
     if not against_active.better:
         reason = f"better than the base, but not surely better than the active model {where}"
@@ -352,6 +351,29 @@ def _decide(run: Run, selected: SelectedState, number: int, incumbent: _Incumben
             reason += ", without the text that the active model has learned from"
     return replace(
         decision, against_active=_finite(against_active), adopted=against_active.better, reason=reason
+    )
+
+
+def _scaled_state(run: Run, selected: SelectedState, eighths: int) -> ScaledState:
+    """Return the selected state at a strength."""
+
+    def values_of(s_K: NDArray[np.int64]) -> NDArray[np.float32]:
+        return values(run.w_base_K, scaled(s_K, eighths), selected.header.step_unit_exponent)
+
+    return ScaledState(
+        eighths=eighths,
+        values_K=values_of(selected.s_K),
+        # A short text has one state for each tested part. No state was trained on the part that tests it.
+        judges=[values_of(s_K) for s_K in selected.judges or (selected.s_K,)],
+        digest=_digest(run, selected, eighths),
+    )
+
+
+def _digest(run: Run, selected: SelectedState, eighths: int) -> str:
+    return state_digest(
+        scaled(selected.s_K, eighths),
+        mask_digest=run.package.mask_digest,
+        step_unit_exponent=selected.header.step_unit_exponent,
     )
 
 
