@@ -10,7 +10,7 @@ child process (`permille.models.conversion`).
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from permille.errors import InputError, OperatorError, RetryableError
 from permille.files import follow_inside
@@ -25,8 +25,12 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
-    """Return the real path of `relative` below `root`. `what` is "folder" or "file".
+def resolve_inside(
+    root: Path, relative: str, *, what: Literal["folder", "file"], of: Literal["model", "corpus"] = "model"
+) -> Path:
+    """Return the real path of a folder or file below the root of models or corpora.
+
+    The message names the setting of the root, not its path: operators may be remote.
 
     Raises:
         InputError: the path leads out of the root or does not exist. The message is the same in both cases,
@@ -37,7 +41,8 @@ def resolve_inside(root: Path, relative: str, *, what: str) -> Path:
         found = {"folder": "file", "file": "folder"}[what]
         other = path is not None and path.exists()
         raise InputError(
-            f"There is no {what} at {relative!r:.200} below the root (`permille up` prints this folder)"
+            f"There is no {what} at {relative!r:.200} below the {of} root (`permille up` prints this folder, "
+            f"and --{of}-root or PERMILLE_{of.upper()}_ROOT sets it)"
             + (f": it is a {found}." if other else ". Put it there, and name it by its path below the root.")
         )
     return path

@@ -145,7 +145,7 @@ def test_a_folder_that_was_swapped_is_refused_at_job_time(api: Api) -> None:
     )
     after = api.get(f"/v1/jobs/{job['id']}", token).json()
     assert after["state"] == "failed"
-    assert "There is no folder at 'mine' below the root" in str(after["error"])
+    assert "There is no folder at 'mine' below the model root" in str(after["error"])
 
 
 @pytest.mark.attack(1, "asks every route for another tenant's ids and digests")

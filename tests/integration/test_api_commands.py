@@ -98,6 +98,11 @@ def test_a_stream_without_a_network_is_told_at_once_with_the_text_that_is_includ
     ("arguments", "code", "words"),
     [
         (("corpora", "add", "more", "--file", "nosuch.jsonl"), 4, "`permille up` prints this folder"),
+        (
+            ("models", "add", "more", "--gguf", "/home/me/a.gguf"),
+            3,
+            "--model-root and --corpus-root set them",
+        ),
         (("corpora", "add", "more", "--streamed", "pile"), 3, "--streamed: input should be 'c4'"),
         (("packages", "show", "sha256:" + "0" * 64), 4, "There is no package"),
     ],

@@ -57,7 +57,10 @@ def test_link_out_of_the_root_is_refused(tmp_path: Path, root: Path) -> None:
     with running_api(tmp_path, model_root=root) as api:
         assert register(api, "link").status_code == 404
         assert register(api, "inside").status_code == 409
-        assert register(api, "missing").status_code == 404
+        missing = register(api, "missing")
+        assert missing.status_code == 404
+        assert "below the model root (`permille up` prints this folder, and --model-root" in missing.text
+        assert str(tmp_path) not in missing.text
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_corpus_is_a_text_file_below_its_root_or_on_the_list(tmp_path: Path) -> 
         assert made.json()["size_bytes"] == (tmp_path / "corpora" / "texts.jsonl").stat().st_size
         assert add({"kind": "file", "path": "data.bin"}).status_code == 409
         assert add({"kind": "file", "path": "link.txt"}).status_code == 404
-        assert add({"kind": "file", "path": "none.txt"}).status_code == 404
+        assert "--corpus-root or PERMILLE_CORPUS_ROOT" in add({"kind": "file", "path": "none.txt"}).text
         assert add({"kind": "file", "path": "../secret.txt"}).status_code == 422
         assert add({"kind": "streamed", "dataset": "c4"}).status_code == 201
         assert add({"kind": "streamed", "dataset": "https://evil.example"}).status_code == 422
@@ -171,6 +174,7 @@ def test_a_second_input_of_a_name_is_refused_and_another_tenants_is_not(api: Api
         again = api.post(path, body)
         assert again.status_code == 409
         assert first.json()["id"] in again.json()["detail"]
+        assert f"`permille {path.removeprefix('/v1/')} remove same`" in again.json()["detail"]
         assert api.post(path, body, other).status_code == 201
         assert api.delete(f"{path}/{first.json()['id']}").status_code == 204
         assert api.post(path, body).status_code == 201

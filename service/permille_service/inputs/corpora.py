@@ -76,6 +76,6 @@ def present(row: tables.Corpus) -> Corpus:
 
 
 def _size_of(creating: Creation, relative: str) -> int:
-    path = locate(creating, lambda roots: roots.corpora, relative, what="file")
+    path = locate(creating, relative, what="file", of="corpus")
     facts_of(creating, HeadKind.CORPUS, path)
     return path.stat().st_size

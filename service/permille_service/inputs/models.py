@@ -4,9 +4,9 @@ When a folder is registered, the family of the model and the headers of its tens
 process (`permille.sandbox.heads`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from fastapi import APIRouter
 from sqlalchemy.orm import Session
@@ -98,12 +98,7 @@ def _facts(creating: Creation, source: FolderModel | GgufModel) -> ModelFacts:
             `conflict`: the family is unknown, files are missing, or a file cannot be read.
     """
     kind = HeadKind.FOLDER if isinstance(source, FolderModel) else HeadKind.GGUF
-    path = locate(
-        creating,
-        lambda roots: roots.models,
-        source.path,
-        what="folder" if kind is HeadKind.FOLDER else "file",
-    )
+    path = locate(creating, source.path, what="folder" if kind is HeadKind.FOLDER else "file", of="model")
     return ModelFacts(**facts_of(creating, kind, path))
 
 
@@ -118,11 +113,14 @@ def facts_of(creating: Creation, kind: HeadKind, path: Path) -> Mapping[str, Any
         return read_facts(kind, path)
 
 
-def locate(creating: Creation, root: Callable[[inputs.Roots], Path], relative: str, *, what: str) -> Path:
+def locate(
+    creating: Creation, relative: str, *, what: Literal["folder", "file"], of: Literal["model", "corpus"]
+) -> Path:
     """Find a file or folder below a root of the operator's tenant. Raises ApiError (`not-found`)."""
     with creating.service.database.read() as session:
         roots = inputs.roots_of(session, creating.service.settings, tenant_id=creating.operator.tenant_id)
     try:
-        return resolve_inside(root(roots), relative, what=what)
+        root = roots.models if of == "model" else roots.corpora
+        return resolve_inside(root, relative, what=what, of=of)
     except InputError as exc:
         raise ApiError(ProblemType.NOT_FOUND, str(exc)) from exc

@@ -371,7 +371,7 @@ def test_a_corpus_outside_the_root_is_refused(bench: Bench) -> None:
     (bench.root / "secret.txt").write_text("secret " * 1000)
     (bench.root / "corpora" / "rows.jsonl").unlink()
     (bench.root / "corpora" / "rows.jsonl").symlink_to(bench.root / "secret.txt")
-    assert "below the root" in failed(bench, "mask", fisher_request(bench))
+    assert "below the corpus root" in failed(bench, "mask", fisher_request(bench))
 
 
 def test_a_damaged_mask_layer_is_refused(bench: Bench) -> None:

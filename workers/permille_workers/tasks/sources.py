@@ -84,11 +84,15 @@ def open_corpus(context: TaskContext, corpus_id: str) -> Corpus:
         root = inputs.roots_of(session, context.settings, tenant_id=tenant_id).corpora
     source = _CORPUS_SOURCE.validate_python(row.source)
     if isinstance(source, FileCorpus):
-        path = resolve_inside(root, source.path, what="file")
+
+        def path() -> Path:
+            return resolve_inside(root, source.path, what="file", of="corpus")
+
+        digest = digest_of_file(path())
         return Corpus(
             # Resolve the path again before each read. It may have become a link out of the root.
-            texts=lambda report: file_texts(resolve_inside(root, source.path, what="file"), report),
-            provenance={"kind": "file", "location": source.path, "digest": digest_of_file(path)},
+            texts=lambda report: file_texts(path(), report),
+            provenance={"kind": "file", "location": source.path, "digest": digest},
         )
     return Corpus(
         texts=partial(streamed_texts, source.dataset, source.split),
