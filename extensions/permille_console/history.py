@@ -36,7 +36,7 @@ from permille_console.rendering import (
     span,
 )
 from permille_service.jobs import records
-from permille_service.parameters import MomentPaging, NumberPaging, Paging, RunId, page_of
+from permille_service.parameters import MomentPaging, NumberPaging, Paging, RunId, page_of, records_of
 from permille_service.runs.routes import present
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
@@ -231,14 +231,15 @@ def _job_lines(session: Session, tenant_id: str, found: tuple[tables.Job, ...]) 
     models: dict[str, object] = {row.job_id: row.model_id for row in session.execute(made)}
     models |= {row.id: row.payload["model_id"] for row in found if "model_id" in row.payload}
     names = names_of(session, tenant_id, [*models.values(), *(row.result_id for row in found)])
-    return [
-        JobLine(
+
+    def line(row: tables.Job) -> JobLine:
+        return JobLine(
             job=records.present(session, row),
             of=names.get(str(models.get(row.id))),
             released=names.get(str(row.result_id)),
         )
-        for row in found
-    ]
+
+    return records_of(found, line)
 
 
 def _side_by_side(page: Page, what: str, keys: tuple[str, str], facts: tuple[Facts, Facts]) -> Response:

@@ -4,6 +4,7 @@ import re
 from html import unescape
 from typing import Any
 
+from sqlalchemy import text
 from starlette.testclient import TestClient
 
 from permille.choices import StreamedDataset
@@ -30,6 +31,14 @@ def rows_of(answer: Any) -> list[str]:
     assert answer.status_code == 200, answer.text
     rows = re.findall(r"<tr[^>]*>(.*?)</tr>", answer.text, re.DOTALL)
     return [" ".join(unescape(re.sub(r"<[^>]+>", " ", row)).split()) for row in rows[1:]]
+
+
+def test_a_damaged_job_does_not_hide_the_others(api: Api) -> None:
+    _, (kept, damaged) = add_masks(api)
+    with api.service.database.write() as session:
+        session.execute(text("UPDATE jobs SET state = 'foo' WHERE id = :id"), {"id": damaged})
+    shown = signed_in(api).get("/ui/jobs")
+    assert (shown.status_code, kept in shown.text, damaged in shown.text) == (200, True, False)
 
 
 def test_models_and_corpora_of_every_source_are_listed(api: Api) -> None:

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from starlette.testclient import TestClient
 
 from permille.schemas.problems import MEDIA_TYPE, TYPE_BASE, ProblemType
 from permille.store.jobs import queue
 from permille_service import guard
 from permille_service.creation import Creation
-from tests.api_service import Api, running_api
+from tests.api_service import Api, new_run_id, run_metrics, running_api
 from tests.tiny_model import write_model
 from tests.unit.store.postgres import empty_database
 
@@ -88,6 +89,42 @@ def test_a_cursor_that_no_page_returned_is_refused(api: Api, path: str, cursor: 
     answer = api.get(f"{path}?cursor={cursor}")
     assert answer.status_code == 422
     assert problem_of(answer)["errors"][0]["location"] == "query.cursor"
+
+
+@pytest.mark.parametrize(
+    ("path", "damage"),
+    [
+        ("jobs", "UPDATE jobs SET state = 'foo' WHERE id = :first"),
+        ("jobs", "UPDATE jobs SET kind = 'foo' WHERE id = :first"),
+        ("devices", "UPDATE devices SET release = 'No Name' WHERE id = :first"),
+        ("runs", "UPDATE runs SET metrics = '{}' WHERE run_id = :first"),
+        (
+            "runs",
+            "UPDATE runs SET log_state = 'foo', log_form = '', log_digest = '' WHERE run_id = :first",
+        ),
+        ("packages", "UPDATE artifacts SET request = '[]' WHERE digest = :first"),
+        ("releases", "UPDATE releases SET package_digest = 'foo' WHERE package_digest = :first"),
+    ],
+)
+def test_a_damaged_row_does_not_hide_the_others(
+    api: Api, caplog: pytest.LogCaptureFixture, path: str, damage: str
+) -> None:
+    for seed in (0, 1):
+        api.publish(api.package(seed=seed))
+        body = {"run_id": new_run_id(), "metrics": run_metrics()}
+        assert api.post("/v1/runs", body, api.device().token()).status_code == 201
+
+    def listed() -> list[str]:
+        answer = api.get(f"/v1/{path}")
+        assert answer.status_code == 200, answer.text
+        keys = ("id", "run_id", "digest", "manifest_digest")
+        return [next(row[key] for key in keys if row.get(key)) for row in answer.json()["items"]]
+
+    *others, first = listed()
+    with api.service.database.write() as session:
+        session.execute(text(damage), {"first": first})
+    assert listed() == others and others
+    assert "a list leaves out the damaged row" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b'{"name": "\\ud800"}', b"[]", b"NaN"])

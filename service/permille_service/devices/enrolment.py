@@ -39,7 +39,7 @@ from permille.store import database, devices, rows, tables, trust
 from permille.store.devices import InvitationError
 from permille_service.access.principals import PUBLIC, CallingDevice
 from permille_service.context import Served, Service
-from permille_service.devices.records import present_all
+from permille_service.devices.records import presenter
 from permille_service.extension import leave_all
 from permille_service.problems import OPEN, PRIVATE, ApiError, documented
 
@@ -150,7 +150,7 @@ def get_own_device(service: Served, device: CallingDevice) -> Device:
     """Return the service's record of the calling device."""
     with service.database.read() as session:
         row = rows.get(session, tables.Device, tenant_id=device.tenant_id, row_id=device.device_id)
-        return present_all(service, session, [row])[0]
+        return presenter(service, session, [row])(row)
 
 
 @own.delete("", status_code=204)

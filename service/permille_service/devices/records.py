@@ -1,6 +1,6 @@
 """Conversion of the database rows of devices and invitations to records of the API."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from sqlalchemy.orm import Session
@@ -18,11 +18,13 @@ from permille.store.uploads import Kept
 from permille_service.context import Service
 
 
-def present_all(service: Service, session: Session, rows: Sequence[tables.Device]) -> list[Device]:
-    """Return the records of devices. Each record includes the storage that the device uses."""
+def presenter(
+    service: Service, session: Session, rows: Sequence[tables.Device]
+) -> Callable[[tables.Device], Device]:
+    """Return a function that returns the record of one of these devices, with the storage that it uses."""
     # Read the storage of all devices at once. Queries for each device would be slow.
     kept = uploads.kept_of(session, [row.id for row in rows])
-    return [_present(row, kept[row.id], service.settings.quota) for row in rows]
+    return lambda row: _present(row, kept[row.id], service.settings.quota)
 
 
 def _present(row: tables.Device, kept: Kept, most: Quota) -> Device:

@@ -11,7 +11,7 @@ from permille.trust.metadata import root_digest
 from permille_service.access.principals import Maker, Viewer, changing
 from permille_service.context import Served
 from permille_service.creation import Creating
-from permille_service.devices.records import present_all, present_invitation
+from permille_service.devices.records import present_invitation, presenter
 from permille_service.extension import leave_all
 from permille_service.parameters import DeviceId, InvitationId, Paging, page_of
 from permille_service.problems import PRIVATE, documented
@@ -65,7 +65,7 @@ def list_devices(service: Served, operator: Viewer, window: Paging) -> Page[Devi
     """List devices, newest first, including revoked and unenrolled ones."""
     with service.database.read() as session:
         page = rows.list_all(session, tables.Device, tenant_id=operator.tenant_id, window=window)
-        return Page(items=present_all(service, session, page.items), next_cursor=page.next_cursor)
+        return page_of(page, presenter(service, session, page.items))
 
 
 @router.get("/devices/{device_id}", responses=documented(ProblemType.NOT_FOUND))
@@ -73,7 +73,7 @@ def get_device(device_id: DeviceId, service: Served, operator: Viewer) -> Device
     """Read one device."""
     with service.database.read() as session:
         row = rows.get(session, tables.Device, tenant_id=operator.tenant_id, row_id=device_id)
-        return present_all(service, session, [row])[0]
+        return presenter(service, session, [row])(row)
 
 
 @router.post("/devices/{device_id}/revoke", responses=documented(ProblemType.NOT_FOUND))
@@ -83,4 +83,4 @@ def revoke_device(device_id: DeviceId, service: Served, operator: Maker) -> Devi
         row = devices.revoke(session, tenant_id=operator.tenant_id, device_id=device_id)
         session.flush()
         leave_all(session, device_id)
-        return present_all(service, session, [row])[0]
+        return presenter(service, session, [row])(row)

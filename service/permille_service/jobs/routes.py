@@ -16,7 +16,7 @@ from permille_service.access.principals import Maker, Viewer, bearer, changing, 
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs.stream import EventStream, stream_events
-from permille_service.parameters import DEFAULT_LIMIT, After, JobId, Limit, Paging, page_of
+from permille_service.parameters import DEFAULT_LIMIT, After, JobId, Limit, Paging, page_of, records_of
 from permille_service.problems import PRIVATE, documented
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
@@ -83,10 +83,10 @@ def list_job_events(
 ) -> list[JobEvent]:
     """List a job's events, oldest first."""
     with service.database.read() as session:
-        rows = queue.events_after(
+        found = queue.events_after(
             session, tenant_id=operator.tenant_id, job_id=job_id, seq=after, limit=limit
         )
-        return [records.present_event(row) for row in rows]
+        return records_of(found, records.present_event)
 
 
 @router.get(

@@ -26,7 +26,15 @@ from permille_service.access.principals import Anyone, DevicePrincipal, Maker, V
 from permille_service.content import check_stored
 from permille_service.context import Served, Service
 from permille_service.creation import MADE_RESPONSES, Creating
-from permille_service.parameters import AliasName, OtherVersion, Paging, ReleaseName, VersionNumber, page_of
+from permille_service.parameters import (
+    AliasName,
+    OtherVersion,
+    Paging,
+    ReleaseName,
+    VersionNumber,
+    page_of,
+    records_of,
+)
 from permille_service.problems import PRIVATE, ApiError, documented
 from permille_service.trust import repositories
 
@@ -102,8 +110,8 @@ def yank_release(
 def list_aliases(name: ReleaseName, service: Served, operator: Viewer) -> list[Alias]:
     """List the aliases of a release."""
     with service.database.read() as session:
-        rows = releases.list_aliases(session, tenant_id=operator.tenant_id, name=name)
-        return [Alias(release=row.name, alias=row.alias, version=row.version) for row in rows]
+        found = releases.list_aliases(session, tenant_id=operator.tenant_id, name=name)
+    return records_of(found, _present_alias)
 
 
 @router.get("/{name}/aliases/{alias}")
@@ -134,7 +142,7 @@ def put_alias(name: ReleaseName, alias: AliasName, body: AliasPut, service: Serv
         release = releases.get(session, tenant_id=operator.tenant_id, name=name, version=body.version)
         _whole_package(service, session, operator.tenant_id, release.package_digest)
         repository.move_alias(name, alias, body.version)
-        return Alias(release=row.name, alias=row.alias, version=row.version)
+        return _present_alias(row)
 
     return repositories.change_by(service, operator, move, body)
 
@@ -171,6 +179,10 @@ def present_record(session: Session, row: tables.Release) -> ReleaseRecord:
         aliases=[alias.alias for alias in aliases if alias.version == row.version],
         yanked_reason=row.yanked_reason,
     )
+
+
+def _present_alias(row: tables.Alias) -> Alias:
+    return Alias(release=row.name, alias=row.alias, version=row.version)
 
 
 def _package(session: Session, tenant_id: str, digest: str) -> tables.Artifact:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from tuf.api.metadata import Snapshot, Targets, Timestamp
 
 from permille.schemas.access import Role
@@ -129,6 +130,17 @@ def test_a_rollout_is_not_reverted_under_a_later_one(api: Api) -> None:
     assert api.post(f"/v1/rollouts/{first['id']}/revert").json()["state"] == "reverted"
     offer = signed(api, token)
     assert offer is not None and offer.rollout == second["id"], "who has its version keeps it"
+
+
+def test_a_damaged_rollout_or_group_does_not_hide_the_others(api: Api) -> None:
+    for name in ("first", "second"):
+        assert api.post("/v1/groups", {"name": name}).status_code == 201
+        api.post(f"/v1/rollouts/{start(api)['id']}/stop")
+    with api.service.database.write() as session:
+        session.execute(text("UPDATE rollouts SET state = 'foo' WHERE id = (SELECT min(id) FROM rollouts)"))
+        session.execute(text("""UPDATE device_groups SET rule = '{"foo": 1}' WHERE name = 'first'"""))
+    assert [one["state"] for one in api.get("/v1/rollouts").json()["items"]] == ["stopped"]
+    assert [one["name"] for one in api.get("/v1/groups").json()["items"]] == ["second"]
 
 
 @pytest.mark.parametrize("end", ["done", "reverted"])
@@ -368,7 +380,8 @@ def test_groups_choose_by_name_tag_and_what_devices_tell(api: Api) -> None:
     for name, (rule, count) in rules.items():
         made = api.post("/v1/groups", {"name": name, "rule": rule})
         assert (made.status_code, made.json()["devices"]) == (201, count), name
-    assert api.post("/v1/groups", {"name": "all"}).status_code == 409
+    again = api.post("/v1/groups", {"name": "all"})
+    assert (again.status_code, "`permille groups delete all`" in again.text) == (409, True)
     assert api.post("/v1/groups", {"name": "x", "rule": {"devices": ["dev_" + "0" * 26]}}).status_code == 404
     tagged = next(one for one in api.get("/v1/groups").json()["items"] if one["name"] == "tagged")
     made = start(api, group_id=tagged["id"], rules={**RULES, "waves": ["100%"]})

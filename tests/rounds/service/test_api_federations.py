@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from sqlalchemy import text
 
 from permille.schemas.access import Role
 from permille.schemas.problems import ProblemType
@@ -64,6 +65,18 @@ def test_three_devices_move_a_federation_on(api: Api) -> None:
     chain, s = reference.audit(site.definition.to_bytes(), records)
     assert chain == federation["chain"]
     assert s == member.history.s_W.tolist()
+
+
+def test_a_damaged_round_or_federation_does_not_hide_the_others(api: Api) -> None:
+    site = make_site(api, members=3)
+    for seed in range(2):
+        one_round(site, seed)
+    with api.service.database.write() as session:
+        session.execute(text("UPDATE rounds SET state = 'foo' WHERE number = 0"))
+    assert [one["number"] for one in api.get(f"{site.path}/rounds").json()["items"]] == [2, 1]
+    with api.service.database.write() as session:
+        session.execute(text("UPDATE federations SET state = 'foo'"))
+    assert api.get("/v1/federations").json()["items"] == []
 
 
 def test_a_definition_is_made_of_the_package_and_listed_when_started(api: Api) -> None:
@@ -484,8 +497,8 @@ def test_an_auditor_needs_a_viewers_token_only(api: Api) -> None:
 
 def test_the_example_of_a_contribution_is_one_in_base64() -> None:
     for examples in CONTRIBUTION_EXAMPLES.values():
-        for text in examples.values():
-            assert base64.b64decode(text, validate=True).startswith(contribution.MAGIC)
+        for example in examples.values():
+            assert base64.b64decode(example, validate=True).startswith(contribution.MAGIC)
 
 
 def test_heads_are_signed_by_the_key_of_the_definition(api: Api) -> None:
