@@ -15,7 +15,8 @@ elsewhere, and `accept` then takes the signed file.
 keys, and its maintainers do not call it stable.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -150,6 +151,16 @@ class Repository:
                     f"The stored metadata of {role} was changed after it was signed: {lacking}"
                 )
         return repository
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Undo the changes of the `with` block if it raises an exception."""
+        before = dict(self.newest), dict(self.changed)
+        try:
+            yield
+        except BaseException:
+            self.newest, self.changed = before
+            raise
 
     @property
     def root_digest(self) -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from sqlalchemy.orm import Session
 
-from permille.errors import PackageError
+from permille.errors import PackageError, PermilleError
 from permille.package.limits import MAX_MANIFEST_BYTES
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts, releases, tables
@@ -25,13 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 def sign_all(service: Service, session: Session, repository: Repository, tenant_id: str) -> None:
-    """Sign the newest revision of each rollout of a tenant, if it is not signed yet."""
+    """Sign the newest revision of each rollout of a tenant, if it is not signed yet.
+
+    If one cannot be signed, it is logged and stays as it was, and the others are signed. For example, the
+    keys of a team may be elsewhere, or a row may be damaged.
+    """
     for row in rollouts.unsigned(session, tenant_id=tenant_id):
+        row_id = row.id
         try:
-            sign(service, session, repository, row)
-        # The keys of a team may be elsewhere. The rollouts of other teams must be signed nevertheless.
-        except KeyElsewhereError as exc:
-            logger.error("the newest change of %s cannot be signed: %s", row.id, exc)
+            with session.begin_nested(), repository.all_or_nothing():
+                sign(service, session, repository, row)
+        except Exception as exc:
+            traced = None if isinstance(exc, PermilleError) else exc
+            logger.error("the newest change of %s cannot be signed: %s", row_id, exc, exc_info=traced)
 
 
 def sign(service: Service, session: Session, repository: Repository, row: tables.Rollout) -> None:

@@ -11,8 +11,11 @@ from tuf.api.metadata import Snapshot, Targets, Timestamp
 
 from permille.schemas.access import Role
 from permille.trust.metadata import parse
+from permille.trust.repository import Repository
+from permille.trust.roles import aliases_of, target_path
 from permille_rollouts.offer import Offer, RolloutState, place_of
 from permille_rollouts.store import rollouts
+from permille_service.trust import repositories
 from tests.api_service import Api, TestDevice, new_run_id, run_metrics, running_api
 
 RULES = {"waves": ["50%", "100%"], "min_reports": 2, "soak_s": 60, "deadline_s": 3600}
@@ -130,6 +133,33 @@ def test_a_rollout_is_not_reverted_under_a_later_one(api: Api) -> None:
     assert api.post(f"/v1/rollouts/{first['id']}/revert").json()["state"] == "reverted"
     offer = signed(api, token)
     assert offer is not None and offer.rollout == second["id"], "who has its version keeps it"
+
+
+def test_a_rollout_that_cannot_be_signed_stays_as_it_was_and_stops_no_other(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for alias in ("a", "b"):
+        assert api.put(f"/v1/releases/tiny/aliases/{alias}", {"version": 1}).status_code == 200
+    token = api.device().token()
+    unknown, broken, good = start(api, alias="a"), start(api, alias="b"), start(api)
+    with api.service.database.write() as session:
+        for one, state in ((unknown, "foo"), (broken, "done"), (good, "paused")):
+            changed = "UPDATE rollouts SET state = :state, signed_revision = 0 WHERE id = :id"
+            session.execute(text(changed), {"state": state, "id": one["id"]})
+    published = Repository.move_alias
+
+    def fail(repository: Repository, *arguments: Any) -> None:
+        published(repository, *arguments)
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(Repository, "move_alias", fail)
+    offer = signed(api, token)
+    assert offer is not None and offer.state is RolloutState.PAUSED
+    for one in (unknown, broken):
+        assert f"the newest change of {one['id']} cannot be signed" in caplog.text
+    assert api.get("/v1/releases/tiny/aliases/b").json()["version"] == 1
+    target = repositories.read(api.service, api.tenant_id).target(target_path("tiny", 2))
+    assert target is not None and "b" not in aliases_of(target)
 
 
 def test_a_damaged_rollout_or_group_does_not_hide_the_others(api: Api) -> None:
