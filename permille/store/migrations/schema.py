@@ -6,9 +6,10 @@ The command upgrades the database of PERMILLE_DATABASE_URL or PERMILLE_DATA_DIR.
 """
 
 import os
+import sqlite3
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,7 @@ from permille.errors import OperatorError, RetryableError
 from permille.store.database import MIGRATION, make_engine, name_fault
 from permille.store.grants import grant
 from permille.store.settings import StoreSettings, explain
+from permille.store.tables import Tenant
 
 SCRIPTS: Final = Path(__file__).parent
 # Key of a PostgreSQL advisory lock, so that processes which start together migrate one after the other.
@@ -43,8 +45,8 @@ def migrate(url: str, scripts: Path = SCRIPTS, *, worker_role: str | None = None
         worker_role: a role of PostgreSQL that gets the privileges of workers (`permille.store.grants`).
 
     Raises:
-        OperatorError: the database cannot be opened, a newer version of permille made it, or there is no
-            such role.
+        OperatorError: the database cannot be opened, a newer version of permille or another program made
+            it, or there is no such role.
         RetryableError: another process kept the lock, PostgreSQL does not answer, or the schema is old and
             this role may not upgrade it.
 
@@ -55,6 +57,7 @@ def migrate(url: str, scripts: Path = SCRIPTS, *, worker_role: str | None = None
     engine = make_engine(url, MIGRATION)
     file = engine.url.database if engine.dialect.name == "sqlite" else None
     if file is not None:
+        _check_own(Path(file))
         _create_private(Path(file))
         event.listen(engine, "connect", _defer_foreign_keys)
     config = Config()
@@ -80,6 +83,28 @@ def migrate(url: str, scripts: Path = SCRIPTS, *, worker_role: str | None = None
                 _grant(connection, worker_role)
     finally:
         engine.dispose()
+
+
+def _check_own(path: Path) -> None:
+    """Refuse a SQLite file with tables of another program. A connection of ours would change the file.
+
+    Raises:
+        OperatorError: the file has tables, but lacks ours.
+    """
+    # With `immutable`, SQLite makes no files beside the database, but does not read the write-ahead log. If
+    # there is a log, these files are there already.
+    logged = path.with_name(f"{path.name}-wal").exists()
+    address = f"{path.as_uri()}?mode=ro{'' if logged else '&immutable=1'}"
+    # Errors are left to the engine, which reports them when it opens the database. They also occur while
+    # another process writes the first tables.
+    with suppress(sqlite3.Error), closing(sqlite3.connect(address, uri=True)) as file:
+        names = {name for (name,) in file.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if names and not names >= {"alembic_version", Tenant.__tablename__}:
+            some = ", ".join(sorted(names)[:5])
+            raise OperatorError(
+                f"{path} belongs to another program: it has the tables {some}, but not those of permille. It "
+                "was not changed. Name another file in PERMILLE_DATABASE_URL."
+            )
 
 
 def _create_private(path: Path) -> None:

@@ -121,6 +121,24 @@ def _with_another_migration(folder: Path, *statements: str) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("logged", [False, True])
+@pytest.mark.parametrize("names", [("notes",), ("alembic_version", "runs")])
+def test_a_file_of_another_program_is_refused_and_not_changed(
+    tmp_path: Path, names: tuple[str, ...], logged: bool
+) -> None:
+    path = tmp_path / "it's #theirs.db"
+    with closing(sqlite3.connect(path)) as theirs:
+        if logged:
+            theirs.execute("PRAGMA journal_mode = WAL")
+        for name in names:
+            theirs.execute(f"CREATE TABLE {name} (version_num TEXT)")
+        path.chmod(0o644)
+        before = {file: (file.read_bytes(), file.stat().st_mode) for file in tmp_path.glob("*[!m]")}
+        with pytest.raises(OperatorError, match=f"belongs to another program: it has the tables {names[0]}"):
+            migrate(f"sqlite:///{path}")
+        assert {file: (file.read_bytes(), file.stat().st_mode) for file in tmp_path.glob("*[!m]")} == before
+
+
 def test_processes_that_migrate_at_once_take_turns(url: str) -> None:
     code = f"from permille.store.migrations.schema import migrate; migrate({url!r})"
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
@@ -205,8 +223,9 @@ def test_a_table_that_stays_locked_may_be_tried_again(monkeypatch: pytest.Monkey
 
 def test_what_fails_in_a_migration_says_so_itself(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "x.db")) as other:
-        other.execute("CREATE TABLE jobs (id TEXT)")
-    with pytest.raises(OperationalError, match="table jobs already exists"):
+        for table in ("alembic_version", "tenants"):
+            other.execute(f"CREATE TABLE {table} (version_num TEXT)")
+    with pytest.raises(OperationalError, match="table tenants already exists"):
         migrate(f"sqlite:///{tmp_path}/x.db")
 
 
