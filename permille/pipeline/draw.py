@@ -80,25 +80,26 @@ class Corpus:
         tokens_NT = token_sequences(tokenizer, self.texts(report), *asked, skip=sampling.skip)
         return Drawn(tokens_NT=tokens_NT, provenance=self.provenance, read=report.as_json())
 
-    def draw_held_out(self, tokenizer: Tokenizer, wanted: Sampling) -> tuple[Drawn, bool]:
+    def draw_held_out(self, tokenizer: Tokenizer, wanted: Sampling, *, least: int = 1) -> tuple[Drawn, bool]:
         """Return sequences for evaluation, and whether they are held out.
 
         They are held out if they come after the first `wanted.skip` sequences of the corpus, which earlier
-        steps may have used. If the corpus is too small, halve the number of sequences. As a last resort, skip
-        no sequences.
+        steps may have used. If the corpus is too small, halve the number of sequences, down to `least`. As a
+        last resort, skip no sequences.
 
         Raises:
-            InputError: the corpus has less than one sequence.
+            InputError: the corpus has fewer than `least` sequences.
         """
         for skip in dict.fromkeys((wanted.skip, 0)):
             number = wanted.number
-            while number >= 1:
+            while number >= least:
                 try:
                     return self.draw(
                         tokenizer, replace(wanted, number=number, skip=skip)
                     ), skip >= wanted.skip
                 except InputError as exc:
-                    shortest, number = exc, number // 2
+                    shortest, number = exc, max(number // 2, least) if number > least else 0
         raise InputError(
-            f"The evaluation corpus is too small. It must have at least {wanted.length} tokens: {shortest}"
+            f"The evaluation corpus is too small. It must have at least {least * wanted.length} tokens: "
+            f"{shortest}"
         ) from shortest

@@ -28,6 +28,7 @@ from permille.zo.lattice import values
 
 USERS = 8  # with one perturbation of each column, a step then costs half of a step in groups
 STEPS, ROWS = 4, 3
+LEAST_ROWS = STEPS * ROWS
 # Shares of the mean of the displacements' norms. Longer steps cost more in chats (docs/results/basis.md).
 REACH, LENGTH = 0.05, 0.06
 _FEATURES, _ROUNDS = 4096, 8
@@ -56,12 +57,12 @@ def learn_basis(
         InputError: there are too few rows, or training moves no weight.
         OperatorError: a file in the folder is damaged.
     """
-    if len(rows_NT) < STEPS * ROWS:
-        raise InputError(f"A basis needs {STEPS * ROWS} rows of public text or more, and has {len(rows_NT)}.")
+    if len(rows_NT) < LEAST_ROWS:
+        raise InputError(f"A basis needs {LEAST_ROWS} rows of public text or more, and has {len(rows_NT)}.")
     exponent, moved_UK = unit_exponent(learning_rate(package)), np.empty((USERS, package.k))
     # The names of kept files depend on what made them, so that a folder can serve several calls.
     made = hashlib.sha256(package.digest.encode() + rows_NT.tobytes()).hexdigest()[:16]
-    for user, chosen_NT in enumerate(pseudo_users(rows_NT, USERS, STEPS * ROWS)):
+    for user, chosen_NT in enumerate(pseudo_users(rows_NT, USERS, LEAST_ROWS)):
         path = None if work is None else work / f"pseudo-user-{made}-{user}.moments"
         trained = None if path is None else Moments.load(path)
         if trained is None:

@@ -57,3 +57,11 @@ def test_sequences_are_held_out_if_the_text_suffices(letters: int, rows: int, he
 def test_a_text_of_less_than_one_sequence_is_refused() -> None:
     with pytest.raises(InputError, match="must have at least 4 tokens"):
         corpus_of("abc").draw_held_out(Letters(), Sampling(number=4, length=4, seed=0, skip=6))
+
+
+def test_no_fewer_sequences_than_the_least_are_drawn() -> None:
+    wanted = Sampling(number=8, length=4, seed=0)
+    drawn, _ = corpus_of("abcdefghijklmn").draw_held_out(Letters(), wanted, least=3)
+    assert len(drawn.tokens_NT) == 3
+    with pytest.raises(InputError, match="must have at least 16 tokens: The corpus has 3 sequences"):
+        corpus_of("abcdefghijklmn").draw_held_out(Letters(), wanted, least=4)

@@ -87,6 +87,33 @@ def test_a_basis_without_public_text_is_refused(bench: Bench) -> None:
     assert job.error is not None and "A basis needs public text" in str(job.error["message"])
 
 
+@pytest.mark.parametrize("first", ["mask", "quantization"])
+def test_too_little_text_for_a_basis_ends_the_first_step_of_a_build(bench: Bench, first: str) -> None:
+    shorten(bench)
+    request = build_request(bench, basis=True)
+    if first == "mask":
+        request["mask"] |= {"sequences": 1}
+    else:
+        request |= {"mask": None, "adapter": {"kind": "lora", "rank": 4}}
+    message = failed(bench, JobKind.BUILD, request)
+    assert message.startswith(first)
+    assert "A basis needs 12 rows of public text or more." in message
+
+
+def test_too_little_text_for_a_basis_ends_a_package_before_its_work(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {"mask_id": mask_of(bench).id, "quantization_id": quantization_of(bench).id}
+    shorten(bench)
+    monkeypatch.delattr("permille_workers.tasks.package.pack")
+    assert "A basis needs 12 rows" in failed(bench, JobKind.PACKAGE, parts | {"basis": True})
+
+
+def shorten(bench: Bench) -> None:
+    path = bench.root / "corpora" / "rows.jsonl"
+    path.write_text("\n".join(path.read_text().splitlines()[1:12]))
+
+
 def test_a_notebook_makes_the_layers_of_a_build(bench: Bench, tmp_path: Path) -> None:
     row = made_by(bench, JobKind.BUILD, build_request(bench))
     texts = list(file_texts(bench.root / "corpora/rows.jsonl", ReadReport()))

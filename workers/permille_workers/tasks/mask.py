@@ -9,7 +9,7 @@ from permille.sensitivity.scores import SHARD_SEQUENCES, fisher_work
 from permille_workers.runtime.context import PartsToAdd, Publish, TaskContext
 from permille_workers.tasks import shard
 from permille_workers.tasks.artifacts import publishes_made
-from permille_workers.tasks.sources import open_corpus, open_model, reach_corpus
+from permille_workers.tasks.sources import check_text_of_build, open_corpus, open_model, reach_corpus
 
 
 def run(context: TaskContext, request: FisherMaskCreate | WeightMaskCreate) -> Publish | PartsToAdd:
@@ -25,6 +25,7 @@ def run(context: TaskContext, request: FisherMaskCreate | WeightMaskCreate) -> P
         reach_corpus(context, request.corpus_id)
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)
+    check_text_of_build(context, model.checkpoint)
     scored = _scored(context, model, request) if isinstance(request, FisherMaskCreate) else None
     if isinstance(scored, PartsToAdd):
         return scored

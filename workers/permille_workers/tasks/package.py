@@ -7,8 +7,7 @@ from permille.errors import InputError
 from permille.models.checkpoint import Checkpoint
 from permille.package.build import ChosenAdapter, ChosenMask
 from permille.package.limits import Role
-from permille.package.reader import Package
-from permille.pipeline.basis import basis_sampling, with_basis
+from permille.pipeline.basis import with_basis
 from permille.pipeline.draw import Drawn
 from permille.pipeline.inputs import versions
 from permille.pipeline.pack import pack, reference_sampling
@@ -21,7 +20,7 @@ from permille.schemas.quantizations import QuantizationCreate
 from permille.store.tables import Artifact
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.artifacts import layer_of, publishes_package, quantization_of
-from permille_workers.tasks.sources import open_corpus, open_model
+from permille_workers.tasks.sources import draw_for_basis, open_corpus, open_model
 
 _BEFORE_BASIS = 0.5
 """Progress of a job when it begins to learn a basis."""
@@ -49,6 +48,9 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
     origins = {"mask": mask_row and mask_row.provenance, "quantization": quantization.provenance}
     if request.adapter is not None:
         origins["adapter"] = request.adapter.model_dump(mode="json")
+    # Draw the text of the basis now, because too little text must fail before the rest of the work.
+    corpus_id = _corpus_of(mask_row, coded)
+    basis_text = _basis_text(context, model.checkpoint, corpus_id) if request.basis else None
     # Learning a basis takes about as long as everything else.
     packed = _BEFORE_BASIS if request.basis else 1.0
     package = pack(
@@ -57,15 +59,21 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
         _adapter(request) if mask_row is None else _mask(context, mask_row),
         (layer_of(quantization, Role.DENSE), layer_of(quantization, Role.PLAIN)),
         quantization_of(coded.options),
-        text=_text(context, model.checkpoint, _corpus_of(mask_row, coded)),
+        text=_text(context, model.checkpoint, corpus_id),
         provenance=cast("dict[str, JSON]", {name: origin for name, origin in origins.items() if origin}),
         made=versions("tokenizers"),
         work=context.work_folder,
         threads=context.settings.threads,
         progress=lambda fraction, what: context.progress(packed * fraction, what),
     )
-    if request.basis:
-        package = _with_basis(context, package, _corpus_of(mask_row, coded), model.checkpoint)
+    if basis_text is not None:
+        package = with_basis(
+            package,
+            basis_text,
+            threads=context.settings.threads,
+            work=context.work_folder,
+            progress=lambda fraction, what: context.progress(packed + (1 - packed) * fraction, what),
+        )
     return publishes_package(context, quantization.model_id, package.manifest)
 
 
@@ -87,27 +95,13 @@ def _text(context: TaskContext, checkpoint: Checkpoint, corpus_id: str | None) -
     return corpus.draw_held_out(FileTokenizer(checkpoint.folder), wanted)[0]
 
 
-def _with_basis(
-    context: TaskContext, package: Package, corpus_id: str | None, checkpoint: Checkpoint
-) -> Package:
-    """Add a basis that is learned from the corpus."""
+def _basis_text(context: TaskContext, checkpoint: Checkpoint, corpus_id: str | None) -> Drawn:
+    """Draw rows of the corpus for the basis."""
     if corpus_id is None:
         raise InputError(
             "A basis needs public text. Choose a mask with a corpus, or measure the quantization on one."
         )
-    from permille.models.loading import FileTokenizer
-
-    corpus, wanted = open_corpus(context, corpus_id), basis_sampling(checkpoint.config)
-    text, _ = corpus.draw_held_out(FileTokenizer(checkpoint.folder), wanted)
-    return with_basis(
-        package,
-        text,
-        threads=context.settings.threads,
-        work=context.work_folder,
-        progress=lambda fraction, what: context.progress(
-            _BEFORE_BASIS + (1 - _BEFORE_BASIS) * fraction, what
-        ),
-    )
+    return draw_for_basis(context, checkpoint, corpus_id)
 
 
 def _mask(context: TaskContext, mask_row: Artifact) -> ChosenMask:

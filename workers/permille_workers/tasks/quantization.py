@@ -13,7 +13,7 @@ from permille.pipeline.quantize import (
 from permille.schemas.quantizations import AutoRound, QuantizationCreate, Source
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.artifacts import publishes_made, quantization_of
-from permille_workers.tasks.sources import open_corpus, open_model
+from permille_workers.tasks.sources import check_text_of_build, open_corpus, open_model
 
 
 def run(context: TaskContext, request: QuantizationCreate) -> Publish:
@@ -26,6 +26,7 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     """
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)
+    check_text_of_build(context, model.checkpoint)
     how, embeddings = quantization_of(request.options), request.options.embeddings
     codes, evaluation = _codes(context, model, request, how), _evaluation(context, request)
     made = quantize(

@@ -18,7 +18,8 @@ from permille.models.checkpoint import Checkpoint
 from permille.models.conversion import modern_folder
 from permille.models.families import scoped_tensors
 from permille.models.sources import download_model, resolve_inside
-from permille.pipeline.draw import Corpus
+from permille.pipeline.basis import MOST_ROWS, draw_basis_text
+from permille.pipeline.draw import Corpus, Drawn
 from permille.pipeline.inputs import SourceModel
 from permille.schemas.inputs import (
     CorpusSource,
@@ -30,9 +31,12 @@ from permille.schemas.inputs import (
     StreamedCorpus,
 )
 from permille.schemas.jobs import JobKind
+from permille.schemas.kinds import parse_request
+from permille.schemas.packages import BuildCreate, public_text
 from permille.store import inputs, rows, tables
 from permille.store.inputs import ModelFacts
 from permille.store.tables import Model
+from permille.training.basis import LEAST_ROWS
 from permille_workers.runtime.context import TaskContext
 
 AnyModel = FolderModel | HubModel | GgufModel | SparsifiedModel
@@ -112,6 +116,38 @@ def reach_corpus(context: TaskContext, corpus_id: str) -> None:
     source = _CORPUS_SOURCE.validate_python(row.source)
     if isinstance(source, StreamedCorpus):
         next(streamed_texts(source.dataset, source.split, ReadReport()), None)
+
+
+def check_text_of_build(context: TaskContext, checkpoint: Checkpoint) -> None:
+    """If the job is the first step of a build with a basis, check that the build has enough text for it.
+
+    Otherwise only the last step of the build would fail, after long work.
+
+    Raises:
+        InputError: there is too little text.
+        RetryableError: the data set cannot be reached.
+    """
+    if context.claim.parent_id is None:
+        return
+    with context.db.read() as session:
+        parent = rows.get(
+            session, tables.Job, tenant_id=context.claim.tenant_id, row_id=context.claim.parent_id
+        )
+    build: BuildCreate = parse_request(JobKind.BUILD, parent.payload)
+    corpus_id = public_text(build.mask, build.evaluation_corpus_id)
+    if build.basis and corpus_id is not None:
+        context.progress(0.0, "reading the text of the basis")
+        draw_for_basis(context, checkpoint, corpus_id, most=LEAST_ROWS)
+
+
+def draw_for_basis(
+    context: TaskContext, checkpoint: Checkpoint, corpus_id: str, *, most: int = MOST_ROWS
+) -> Drawn:
+    """Draw rows of a corpus for a basis. Raises the errors of `draw_basis_text`."""
+    from permille.models.loading import FileTokenizer
+
+    tokenizer = FileTokenizer(checkpoint.folder)
+    return draw_basis_text(open_corpus(context, corpus_id), tokenizer, checkpoint.config, most=most)
 
 
 def _open(
