@@ -25,6 +25,7 @@ All stored times come from the database, since the clocks of several workers may
 instead.
 """
 
+import json
 import logging
 import os
 import random
@@ -288,7 +289,7 @@ def make_engine(url: str, patience: Patience = JOBS) -> Engine:
         return engine
     busy_s = 2 * patience.lock_s
     driver = {"timeout": busy_s, "check_same_thread": False}
-    engine = create_engine(parsed, connect_args=driver, **common)
+    engine = create_engine(parsed, connect_args=driver, json_deserializer=_decoded, **common)
 
     def configure(connection: Any, _record: object) -> None:
         connection.isolation_level = None  # the driver must not start transactions of its own
@@ -303,6 +304,14 @@ def make_engine(url: str, patience: Patience = JOBS) -> Engine:
     event.listen(engine, "connect", configure)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _decoded(content: str) -> Any:
+    """Decode the JSON of a column. Return other text as it is, so that a damaged row stops no query."""
+    try:
+        return json.loads(content)
+    except ValueError:
+        return content
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -112,13 +112,18 @@ def claim(session: Session, *, worker: str, lease_s: float, job_id: str | None =
         job_id=job.id,
         tenant_id=job.tenant_id,
         kind=job.kind,
-        payload=dict(job.payload),
+        payload=_payload(job.payload),
         fence=job.fence,
         attempt=job.attempt,
         max_attempts=job.max_attempts,
         parent_id=job.parent_id,
         traceparent=job.traceparent,
     )
+
+
+def _payload(stored: object) -> dict[str, object]:
+    """Return a copy of a job's payload, or nothing if a person damaged it by hand. Then the attempt fails."""
+    return dict(stored) if isinstance(stored, dict) else {}
 
 
 def _next(session: Session, at: datetime) -> Job | None:

@@ -49,6 +49,19 @@ def test_a_claimed_job_is_not_claimed_again(db: Database, tenant_id: str) -> Non
         assert claims.claim(session, worker="x", lease_s=30, job_id=job.id) is None
 
 
+@pytest.mark.parametrize("payload", ["null", '"text"', "[]", "{no JSON"])
+def test_a_damaged_job_stops_no_other(db: Database, tenant_id: str, payload: str) -> None:
+    damaged, other = submit(db, tenant_id), submit(db, tenant_id)
+    with db.write() as session:
+        if session.get_bind().dialect.name == "postgresql" and payload.startswith("{"):
+            pytest.skip("PostgreSQL stores no other text")
+        session.execute(
+            text("UPDATE jobs SET payload = :payload WHERE id = :id"), {"payload": payload, "id": damaged.id}
+        )
+    first, second = take(db), take(db)
+    assert (first.job_id, first.payload, second.job_id) == (damaged.id, {}, other.id)
+
+
 _RACE = """
 import sys
 from permille.store.jobs import claims
