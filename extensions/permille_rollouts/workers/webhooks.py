@@ -61,14 +61,14 @@ def signature(message: Message, timestamp: int) -> str:
 def post(message: Message, at: datetime, *, allow_private: bool) -> str | None:
     """Send one message. Return None if it succeeds, or else a description of the failure."""
     timestamp = int(at.timestamp())
-    headers = {
-        "content-type": "application/json",
-        "user-agent": f"permille/{__version__}",
-        "webhook-id": message.id,
-        "webhook-timestamp": str(timestamp),
-        "webhook-signature": signature(message, timestamp),
-    }
     try:
+        headers = {
+            "content-type": "application/json",
+            "user-agent": f"permille/{__version__}",
+            "webhook-id": message.id,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": signature(message, timestamp),
+        }
         url = urlsplit(message.url)
         connection = _connect(message.url, allow_private=allow_private)
         # The timeout of the socket applies to each read. The timer also stops a receiver that sends single
@@ -106,7 +106,7 @@ def _reason(exc: Exception) -> str:
             return "the connection failed"
         case HTTPException():
             return "the answer was no HTTP"
-    return "the URL cannot be used"
+    return "the URL or the secret cannot be used"
 
 
 def _connect(address: str, *, allow_private: bool) -> HTTPConnection:

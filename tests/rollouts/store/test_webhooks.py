@@ -19,7 +19,7 @@ from permille.addresses import is_public
 from permille.store import rows
 from permille.store.database import Database, now
 from permille.store.errors import ConflictError, NotFoundError
-from permille.store.tables import WebhookDelivery
+from permille.store.tables import Webhook, WebhookDelivery
 from permille_rollouts.schemas.webhooks import EventType
 from permille_rollouts.store import webhooks
 from permille_rollouts.workers.webhooks import post, send_due
@@ -224,7 +224,7 @@ def test_an_address_of_the_internet_is_public(address: str) -> None:
         (socket.gaierror(-2, "dns 10.0.0.53 says no"), "the host name has no address"),
         (ssl.SSLError("certificate of gateway.internal"), "the TLS connection failed"),
         (BadStatusLine("SSH-2.0 internal"), "the answer was no HTTP"),
-        (ValueError("10.0.0.7"), "the URL cannot be used"),
+        (ValueError("10.0.0.7"), "the URL or the secret cannot be used"),
     ],
 )
 def test_only_the_log_has_the_addresses_of_a_failure(
@@ -245,6 +245,16 @@ def test_only_the_log_has_the_addresses_of_a_failure(
         send(db)
     assert delivery(db, tenant_id, webhook_id).failure == words
     assert str(failure) in caplog.text
+
+
+def test_a_damaged_secret_stops_no_other_webhook(db: Database, tenant_id: str) -> None:
+    damaged, other = (add(db, tenant_id, "http://127.0.0.1:1/")[0] for _ in range(2))
+    with db.write() as session:
+        session.get_one(Webhook, damaged).secret = "whsec_x"
+    tell(db, tenant_id)
+    send(db)
+    assert delivery(db, tenant_id, damaged).failure == "the URL or the secret cannot be used"
+    assert delivery(db, tenant_id, other).failure == "the receiver refused the connection"
 
 
 def test_a_receiver_that_drips_its_answer_is_left(
