@@ -22,7 +22,7 @@ from permille.models.settings import within_positions
 from permille.package.blobs import BlobFolder
 from permille.package.build import Coded, coded_tensors, write_weights
 from permille.package.manifest import Quantization
-from permille.pipeline.draw import Corpus, Sampling
+from permille.pipeline.draw import Corpus, Drawn, Sampling
 from permille.pipeline.inputs import Made, Progress, SourceModel, part, silent, versions
 from permille.quantization import dequantize
 from permille.quantization.report import ErrorReport
@@ -54,15 +54,37 @@ class Evaluation:
     """Measurement of the perplexity before and after quantization.
 
     Attributes:
-        tokens: the number of tokens to measure on.
-        used: the number of the corpus's tokens that the calibration has used. They are passed over if
-            possible.
+        text: the sequences to measure on.
+        held_out: whether the calibration does not use them.
     """
 
-    corpus: Corpus
-    tokens: int
-    used: int = 0
+    text: Drawn
+    held_out: bool
     compute: "Compute"
+
+
+def evaluation_text(model: SourceModel, corpus: Corpus, tokens: int, used: int) -> tuple[Drawn, bool]:
+    """Draw the sequences of an evaluation, and return whether the calibration does not use them.
+
+    Call this before a long calibration or quantization, because too little text is an error.
+
+    Args:
+        tokens: the number of tokens to measure on.
+        used: the number of the corpus's tokens that the calibration uses. They are passed over if possible.
+
+    Raises:
+        InputError: the text is too short.
+        RetryableError: the data set cannot be reached.
+    """
+    from permille.models.loading import FileTokenizer
+
+    checkpoint = model.checkpoint
+    length = within_positions(checkpoint.config, _LONGEST_EVALUATION)
+    # To choose n sequences, calibration reads up to POOL * n sequences of the corpus. Skip all tokens that it
+    # may have read. The number of sequences to skip is rounded up.
+    skipped = -(-POOL * used // length)
+    wanted = Sampling(number=max(1, tokens // length), length=length, seed=_SEED, skip=skipped)
+    return corpus.draw_held_out(FileTokenizer(checkpoint.folder), wanted)
 
 
 def nearest_codes(model: SourceModel, how: Quantization) -> Codes:
@@ -148,7 +170,7 @@ def quantize(
     """Write the codes and all other tensors as layers, the dense one and the plain one.
 
     Raises:
-        InputError: a weight cannot be quantized, or the text of the evaluation is too short.
+        InputError: a weight cannot be quantized.
     """
     errors = ErrorReport()
     coded = _measured(model, codes.tensors(), errors, progress)
@@ -183,21 +205,11 @@ def _perplexity(
     model: SourceModel, codes: Codes, evaluation: Evaluation, progress: Progress
 ) -> dict[str, object]:
     """Measure the perplexity before and after quantization."""
-    from permille.models.loading import FileTokenizer
     from permille.quantization.perplexity import apply_quantized, perplexity, perplexity_by_layer
     from permille.sensitivity.streamed import StreamedModel
 
-    progress(_QUANTIZED, "reading the evaluation text")
-    checkpoint = model.checkpoint
-    length = within_positions(checkpoint.config, _LONGEST_EVALUATION)
-    # To choose n sequences, calibration reads up to POOL * n sequences of the corpus. Skip all tokens that it
-    # may have read. The number of sequences to skip is rounded up.
-    skipped = -(-POOL * evaluation.used // length)
-    wanted = Sampling(number=max(1, evaluation.tokens // length), length=length, seed=_SEED, skip=skipped)
-    drawn, held_out = evaluation.corpus.draw_held_out(FileTokenizer(checkpoint.folder), wanted)
-    loaded = evaluation.compute.open(checkpoint, length)
-
-    tokens_NT = drawn.tokens_NT
+    tokens_NT = evaluation.text.tokens_NT
+    loaded = evaluation.compute.open(model.checkpoint, tokens_NT.shape[1])
     first, second = part(progress, 0.62, 0.8, "before"), part(progress, 0.8, 0.98, "after")
     if isinstance(loaded, StreamedModel):
         before = perplexity_by_layer(loaded.stream, tokens_NT, progress=first)
@@ -212,7 +224,7 @@ def _perplexity(
         "after": after["perplexity"],
         "loss_before": before["loss"],
         "loss_after": after["loss"],
-        "held_out": held_out,
-        "corpus": drawn.provenance,
-        "read": drawn.read,
+        "held_out": evaluation.held_out,
+        "corpus": evaluation.text.provenance,
+        "read": evaluation.text.read,
     }

@@ -100,6 +100,15 @@ def test_too_little_text_for_a_basis_ends_the_first_step_of_a_build(bench: Bench
     assert "A basis needs 12 rows of public text or more." in message
 
 
+def test_too_little_text_to_evaluate_ends_a_quantization_before_its_work(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bench.root / "corpora" / "rows.jsonl").write_text('{"text": "few words"}')
+    monkeypatch.delattr("permille_workers.tasks.quantization.nearest_codes")
+    request = {"model_id": bench.model.id, "options": NF4, "evaluation_corpus_id": bench.corpus.id}
+    assert "The evaluation corpus is too small" in failed(bench, JobKind.QUANTIZATION, request)
+
+
 def test_too_little_text_for_a_basis_ends_a_package_before_its_work(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from permille.pipeline.quantize import (
     Codes,
     Evaluation,
     calibrated_codes,
+    evaluation_text,
     nearest_codes,
     quantize,
     source_codes,
@@ -28,7 +29,8 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     model = open_model(context, request.model_id)
     check_text_of_build(context, model.checkpoint)
     how, embeddings = quantization_of(request.options), request.options.embeddings
-    codes, evaluation = _codes(context, model, request, how), _evaluation(context, request)
+    evaluation = _evaluation(context, model, request)
+    codes = _codes(context, model, request, how)
     made = quantize(
         context.blobs, model, how, embeddings, codes, evaluation=evaluation, progress=context.progress
     )
@@ -44,16 +46,13 @@ def _codes(context: TaskContext, model: SourceModel, request: QuantizationCreate
     return source_codes(model, how) if isinstance(options, Source) else nearest_codes(model, how)
 
 
-def _evaluation(context: TaskContext, request: QuantizationCreate) -> Evaluation | None:
+def _evaluation(context: TaskContext, model: SourceModel, request: QuantizationCreate) -> Evaluation | None:
     """Return the measurement of the perplexity, if possible on text that calibration does not use."""
     corpus_id, options, used = request.evaluation_corpus_id, request.options, 0
     if corpus_id is None:
         return None
     if isinstance(options, AutoRound) and options.calibration_corpus_id == corpus_id:
         used = options.calibration_sequences * options.calibration_length
-    return Evaluation(
-        corpus=open_corpus(context, corpus_id),
-        tokens=options.evaluation_tokens,
-        used=used,
-        compute=context.compute,
-    )
+    context.progress(0.0, "reading the evaluation text")
+    text, held_out = evaluation_text(model, open_corpus(context, corpus_id), options.evaluation_tokens, used)
+    return Evaluation(text=text, held_out=held_out, compute=context.compute)
