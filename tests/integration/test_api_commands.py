@@ -103,6 +103,7 @@ def test_a_stream_without_a_network_is_told_at_once_with_the_text_that_is_includ
             3,
             "--model-root and --corpus-root set them",
         ),
+        (("models", "add", "more", "--gguf", ""), 3, "--gguf: string should have at least 1 character"),
         (("corpora", "add", "more", "--streamed", "pile"), 3, "--streamed: input should be 'c4'"),
         (("packages", "show", "sha256:" + "0" * 64), 4, "There is no package"),
     ],

@@ -57,7 +57,7 @@ def add_model(
     if folder is not None:
         source = {"kind": "folder", "path": folder}
     elif gguf is not None or ollama is not None:
-        source = {"kind": "gguf", "path": gguf or _ollama_path(ollama or "")}
+        source = {"kind": "gguf", "path": _ollama_path(ollama or "") if gguf is None else gguf}
     try:
         added = session.client.post(
             "/v1/models", {"name": name, "source": source}, key=key, timeout_s=READ_FILE_S
