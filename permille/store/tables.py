@@ -12,7 +12,7 @@ Rules:
 """
 
 from datetime import UTC, datetime, timedelta
-from typing import ClassVar, Final
+from typing import ClassVar, Final, cast
 
 from sqlalchemy import (
     JSON,
@@ -58,8 +58,11 @@ class Instant(TypeDecorator[datetime]):
         return microseconds_of(value)
 
     def process_result_value(self, value: int | None, _dialect: Dialect) -> datetime | None:
-        """Convert microseconds to an aware time."""
-        return None if value is None else EPOCH + value * MICROSECOND
+        """Convert microseconds to an aware time. Return a damaged value as it is: it must stop no query."""
+        try:
+            return None if value is None else EPOCH + value * MICROSECOND
+        except (OverflowError, TypeError):  # a time that a person wrote into a database of SQLite
+            return cast(datetime, value)
 
 
 class Base(DeclarativeBase):

@@ -97,6 +97,8 @@ def test_a_cursor_that_no_page_returned_is_refused(api: Api, path: str, cursor: 
         ("jobs", "UPDATE jobs SET state = 'foo' WHERE id = :first"),
         ("jobs", "UPDATE jobs SET kind = 'foo' WHERE id = :first"),
         ("packages", "UPDATE artifacts SET request = '{no JSON' WHERE digest = :first"),
+        ("devices", "UPDATE devices SET created_at = 'yesterday' WHERE id = :first"),
+        ("jobs", "UPDATE jobs SET created_at = 1700000000000000000000 WHERE id = :first"),
         ("devices", "UPDATE devices SET release = 'No Name' WHERE id = :first"),
         ("runs", "UPDATE runs SET metrics = '{}' WHERE run_id = :first"),
         (
