@@ -36,7 +36,7 @@ from permille_console.rendering import (
     span,
 )
 from permille_service.jobs import records
-from permille_service.parameters import MomentPaging, NumberPaging, Paging, RunId, page_of, records_of
+from permille_service.parameters import MomentPaging, NumberPaging, Paging, RunId, page_of
 from permille_service.runs.routes import present
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
@@ -239,7 +239,7 @@ def _job_lines(session: Session, tenant_id: str, found: tuple[tables.Job, ...]) 
             released=names.get(str(row.result_id)),
         )
 
-    return records_of(found, line)
+    return rows.records_of(found, line)
 
 
 def _side_by_side(page: Page, what: str, keys: tuple[str, str], facts: tuple[Facts, Facts]) -> Response:

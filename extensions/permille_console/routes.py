@@ -28,7 +28,7 @@ from permille_service.access.principals import PUBLIC, Operator, find_principal
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs import routes as job_routes
-from permille_service.parameters import JobId, records_of
+from permille_service.parameters import JobId
 from permille_service.problems import ApiError
 
 router = APIRouter(prefix=sign_in.PATH, include_in_schema=False, route_class=PageRoute)
@@ -118,10 +118,10 @@ def _job(page: Page, job_id: str) -> Response:
     with page.service.database.read() as session:
         row = rows.get(session, tables.Job, tenant_id=page.tenant_id, row_id=job_id)
         job = records.present(session, row)
-        parts = records_of(queue.parts_of(session, row), lambda part: records.present(session, part))
+        parts = rows.records_of(queue.parts_of(session, row), lambda part: records.present(session, part))
         newest = max(0, row.event_seq - _EVENTS)
         events = queue.events_after(session, tenant_id=page.tenant_id, job_id=job_id, seq=newest)
-        told = records_of(reversed(events), records.present_event)
+        told = rows.records_of(reversed(events), records.present_event)
         payload = list(lines_of(row.payload))
         names = names_of(session, page.tenant_id, [job.result_id, *(value for _, value in payload)])
     return page.render(

@@ -20,7 +20,7 @@ from permille.schemas.access import FIRST_DIGEST
 from permille.schemas.access import AuditEntry as Record
 from permille.store.database import now
 from permille.store.errors import QuotaError
-from permille.store.rows import Page, Window, fetch_page
+from permille.store.rows import Page, Window, fetch_page, records_of
 from permille.store.tables import AuditEntry, Tenant
 
 MAX_BODY_BYTES: Final = 16 << 10
@@ -97,7 +97,7 @@ def _bounded(request: dict[str, object] | None) -> dict[str, object] | None:
 def entries_after(session: Session, *, tenant_id: str, seq: int, limit: int) -> list[Record]:
     """Return the entries of a tenant from `seq + 1` on, oldest first."""
     query = select(AuditEntry).where(AuditEntry.tenant_id == tenant_id, AuditEntry.seq > seq)
-    return [present(row) for row in session.scalars(query.order_by(AuditEntry.seq).limit(limit))]
+    return records_of(session.scalars(query.order_by(AuditEntry.seq).limit(limit)), present)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ def list_entries(session: Session, *, tenant_id: str, wanted: AuditFilter, windo
     if wanted.subject is not None:
         query = query.where(AuditEntry.subject.contains(wanted.subject, autoescape=True))
     page = fetch_page(session, query, window, AuditEntry.seq)
-    return Page(items=tuple(map(present, page.items)), next_cursor=page.next_cursor)
+    return Page(items=tuple(records_of(page.items, present)), next_cursor=page.next_cursor)
 
 
 def actions_of(session: Session, *, tenant_id: str) -> list[str]:

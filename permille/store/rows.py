@@ -5,23 +5,29 @@ therefore do not shift the pages: no row is repeated or skipped. If the service 
 the rows, the rows are ordered by time first, since such ids do not sort by time.
 """
 
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from typing import Generic, TypeVar
 
-from sqlalchemy import Select, bindparam, func, or_, select
+from sqlalchemy import Select, bindparam, func, inspect, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from permille.errors import InputError
+from permille.errors import InputError, PackageError
 from permille.store.errors import ConflictError, require
 from permille.store.tables import EPOCH, MICROSECOND, Base, Named, microseconds_of
 
+_log = logging.getLogger(__name__)
 Row = TypeVar("Row")
+Record = TypeVar("Record")
 NamedRow = TypeVar("NamedRow", bound=Named)
 NewRow = TypeVar("NewRow", bound=Base)
 # The largest number of rows of a page. This bounds the memory that one request may take.
 MAX_LIMIT = 200
+# The errors of values that no record can have. Errors of the database and the disk are not among them.
+_DAMAGES = (ArithmeticError, AttributeError, InputError, LookupError, PackageError, TypeError, ValueError)
 _LONGEST_TIME = 17  # decimal digits of the microseconds since 1970: up to the year 5138
 _LONGEST_NUMBER = 9  # decimal digits: every number of this length fits 32 bits, as some keys have
 
@@ -143,6 +149,24 @@ def fetch_page(
     if made_at is not None:
         cursor = f"{microseconds_of(getattr(items[-1], made_at.key))}.{cursor}"
     return Page(items=items, next_cursor=cursor)
+
+
+def records_of(found: Iterable[Row], present: Callable[[Row], Record]) -> list[Record]:
+    """Return the records of rows. Leave out and log a row that has none, such as a job in an unknown state.
+
+    The service stores no such row, but a person may have changed one by hand. It must not hide the others.
+    """
+    return [record for row in found for record in _record_of(row, present)]
+
+
+def _record_of(row: Row, present: Callable[[Row], Record]) -> tuple[Record, ...]:
+    try:
+        return (present(row),)
+    except _DAMAGES as exc:
+        mapped, why = inspect(row, raiseerr=False), " ".join(str(exc).split())
+        which = row if mapped is None else f"{mapped.class_.__name__} {mapped.identity}"
+        _log.error("a list leaves out the damaged row %s: %s", which, why)
+        return ()
 
 
 def _parse_key(cursor: str, key: InstrumentedAttribute[str] | InstrumentedAttribute[int]) -> str | int:

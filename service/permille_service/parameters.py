@@ -1,12 +1,11 @@
-"""Parameters of paths and queries: ids, digests, names, and the cursors of pages. Lists of records.
+"""Parameters of paths and queries: ids, digests, names, and the cursors of pages.
 
 An id begins with the prefix of its table, for example `model_`.
 """
 
 import json
-import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -14,10 +13,8 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, HTTPException, Path, Query, Request
 from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy import inspect
 from starlette.requests import ClientDisconnect
 
-from permille.errors import InputError, PackageError
 from permille.schemas.fields import (
     DIGEST_PATTERN,
     EXAMPLE_DIGEST,
@@ -33,7 +30,6 @@ from permille.store import rows
 from permille.store.rows import Window
 from permille_service.problems import ApiError
 
-logger = logging.getLogger(__name__)
 Row = TypeVar("Row")
 Record = TypeVar("Record")
 BINARY = {"type": "string", "format": "binary"}
@@ -83,8 +79,6 @@ _MomentCursor = Annotated[
 ]
 _NumberCursor = Annotated[str | None, Query(pattern=r"^[0-9]{1,9}$", description=_CURSOR_TEXT)]
 DEFAULT_LIMIT = 50
-# The errors of values that no record can have. Errors of the database and the disk are not among them.
-_DAMAGES = (ArithmeticError, AttributeError, InputError, LookupError, PackageError, TypeError, ValueError)
 
 
 # These dependencies are `async`, so that FastAPI does not run each of them in a thread.
@@ -181,22 +175,4 @@ def _query_names(dependant: Dependant) -> frozenset[str]:
 
 def page_of(page: rows.Page[Row], present: Callable[[Row], Record]) -> Page[Record]:
     """Turn a page of rows into a page of records."""
-    return Page(items=records_of(page.items, present), next_cursor=page.next_cursor)
-
-
-def records_of(found: Iterable[Row], present: Callable[[Row], Record]) -> list[Record]:
-    """Return the records of rows. Leave out and log a row that has none, such as a job in an unknown state.
-
-    The service stores no such row, but a person may have changed one by hand. It must not hide the others.
-    """
-    return [record for row in found for record in _record_of(row, present)]
-
-
-def _record_of(row: Row, present: Callable[[Row], Record]) -> tuple[Record, ...]:
-    try:
-        return (present(row),)
-    except _DAMAGES as exc:
-        mapped, why = inspect(row), " ".join(str(exc).split())
-        key = "/".join(map(str, mapped.identity))
-        logger.error("a list leaves out the damaged row %s of %s: %s", key, mapped.mapper.local_table, why)
-        return ()
+    return Page(items=rows.records_of(page.items, present), next_cursor=page.next_cursor)

@@ -41,6 +41,15 @@ def test_a_damaged_job_does_not_hide_the_others(api: Api) -> None:
     assert (shown.status_code, kept in shown.text, damaged in shown.text) == (200, True, False)
 
 
+def test_a_damaged_release_does_not_hide_the_others(api: Api) -> None:
+    for name in ("damaged", "kept"):
+        api.publish(api.package(), name=name)
+    with api.service.database.write() as session:
+        session.execute(text("UPDATE releases SET created_at = 'foo' WHERE name = 'damaged'"))
+    shown = signed_in(api).get("/ui/releases")
+    assert (shown.status_code, ">kept" in shown.text, ">damaged" in shown.text) == (200, True, False)
+
+
 def test_models_and_corpora_of_every_source_are_listed(api: Api) -> None:
     sources: dict[str, FolderModel | GgufModel | HubModel] = {
         "of-folder": FolderModel(kind="folder", path="tiny"),

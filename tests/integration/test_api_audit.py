@@ -94,7 +94,11 @@ class Lines:
 @pytest.mark.attack(13, "audit entries changed or taken out")
 @pytest.mark.parametrize(
     "change",
-    ["UPDATE audit_entries SET subject = 'x' WHERE seq = 2", "DELETE FROM audit_entries WHERE seq = 2"],
+    [
+        "UPDATE audit_entries SET subject = 'x' WHERE seq = 2",
+        "UPDATE audit_entries SET token_id = 'x' WHERE seq = 2",
+        "DELETE FROM audit_entries WHERE seq = 2",
+    ],
 )
 def test_an_entry_that_was_changed_or_taken_out_is_found(api: Api, change: str) -> None:
     session = cast(Session, Lines(api))

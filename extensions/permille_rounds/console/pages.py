@@ -7,7 +7,7 @@ from permille.store import rows, tables
 from permille_console.rendering import PageRoute, ViewerPage
 from permille_rounds.service.records import present, present_round
 from permille_rounds.service.routes import FederationId
-from permille_service.parameters import Paging, page_of, records_of
+from permille_service.parameters import Paging, page_of
 
 router = APIRouter(prefix="/ui", include_in_schema=False, route_class=PageRoute)
 
@@ -28,7 +28,7 @@ def show_federation(federation_id: FederationId, page: ViewerPage) -> Response:
         row = rows.get(session, tables.Federation, tenant_id=page.tenant_id, row_id=federation_id)
         query = select(tables.Round).where(tables.Round.federation_id == federation_id)
         newest = session.scalars(query.order_by(tables.Round.number.desc()).limit(100))
-        told = records_of(newest, lambda one: present_round(session, one))
+        told = rows.records_of(newest, lambda one: present_round(session, one))
         federation = present(session, row)
     gains = [one for one in reversed(told) if one.mean_gain is not None]
     chart = {

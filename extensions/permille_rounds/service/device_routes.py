@@ -44,7 +44,7 @@ def list_own_federations(service: Served, device: CallingDevice) -> list[Federat
         found = members.offers(
             session, tenant_id=device.tenant_id, release=device.release, device_id=device.device_id
         )
-    return [present_offer(row, member=member) for row, member in found]
+    return rows.records_of(found, lambda one: present_offer(one[0], member=one[1]))
 
 
 @router.put(

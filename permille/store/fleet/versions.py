@@ -16,6 +16,7 @@ from permille.schemas.releases import Band, Outcomes, VersionResults
 from permille.schemas.runs import Outcome
 from permille.store.fleet.few import coarse, hide, rounded
 from permille.store.fleet.statistics import Interval, median_ranks
+from permille.store.rows import records_of
 from permille.store.tables import Alias, Device, Release, Run
 
 Version = tuple[str | None, int | None]
@@ -33,7 +34,7 @@ def results(session: Session, releases: Sequence[Release], *, least: int = 0) ->
     told = hide(_devices_by_version(session, tenant_id), least)
     outcomes = _outcomes(session, tenant_id)
     aliases = _aliases(session, tenant_id)
-    return [_results(session, row, told, outcomes, aliases, least) for row in releases]
+    return records_of(releases, lambda row: _results(session, row, told, outcomes, aliases, least))
 
 
 def _results(

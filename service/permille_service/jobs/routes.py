@@ -16,7 +16,7 @@ from permille_service.access.principals import Maker, Viewer, bearer, changing, 
 from permille_service.context import Served
 from permille_service.jobs import records
 from permille_service.jobs.stream import EventStream, stream_events
-from permille_service.parameters import DEFAULT_LIMIT, After, JobId, Limit, Paging, page_of, records_of
+from permille_service.parameters import DEFAULT_LIMIT, After, JobId, Limit, Paging, page_of
 from permille_service.problems import PRIVATE, documented
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"], responses=documented(*PRIVATE, ProblemType.NOT_FOUND))
@@ -86,7 +86,7 @@ def list_job_events(
         found = queue.events_after(
             session, tenant_id=operator.tenant_id, job_id=job_id, seq=after, limit=limit
         )
-        return records_of(found, records.present_event)
+        return rows.records_of(found, records.present_event)
 
 
 @router.get(

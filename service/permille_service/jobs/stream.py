@@ -19,7 +19,6 @@ from permille.store import rows, tables
 from permille.store.jobs import queue
 from permille_service.context import Service
 from permille_service.jobs.records import present_event
-from permille_service.parameters import records_of
 
 POLL_S = 0.5
 HEARTBEAT_S = 15.0
@@ -85,4 +84,4 @@ def _read(service: Service, tenant_id: str, job_id: str, after: int) -> tuple[Se
     with service.database.read() as session:
         job = rows.get(session, tables.Job, tenant_id=tenant_id, row_id=job_id)
         events = queue.events_after(session, tenant_id=tenant_id, job_id=job_id, seq=after)
-        return records_of(events, present_event), job.state in ENDED
+        return rows.records_of(events, present_event), job.state in ENDED

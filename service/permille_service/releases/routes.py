@@ -18,7 +18,7 @@ from permille.schemas.releases import (
     ReleaseYank,
     ReleaseYanked,
 )
-from permille.store import artifacts, devices, releases, tables
+from permille.store import artifacts, devices, releases, rows, tables
 from permille.store.fleet.comparison import compare
 from permille.trust.repository import Repository
 from permille.trust.roles import Training
@@ -33,7 +33,6 @@ from permille_service.parameters import (
     ReleaseName,
     VersionNumber,
     page_of,
-    records_of,
 )
 from permille_service.problems import PRIVATE, ApiError, documented
 from permille_service.trust import repositories
@@ -111,7 +110,7 @@ def list_aliases(name: ReleaseName, service: Served, operator: Viewer) -> list[A
     """List the aliases of a release."""
     with service.database.read() as session:
         found = releases.list_aliases(session, tenant_id=operator.tenant_id, name=name)
-    return records_of(found, _present_alias)
+    return rows.records_of(found, _present_alias)
 
 
 @router.get("/{name}/aliases/{alias}")

@@ -75,7 +75,8 @@ def test_a_damaged_round_or_federation_does_not_hide_the_others(api: Api) -> Non
         session.execute(text("UPDATE rounds SET state = 'foo' WHERE number = 0"))
     assert [one["number"] for one in api.get(f"{site.path}/rounds").json()["items"]] == [2, 1]
     with api.service.database.write() as session:
-        session.execute(text("UPDATE federations SET state = 'foo'"))
+        session.execute(text("UPDATE federations SET target = 'foo', state = 'foo'"))
+    assert api.get("/v1/device/federations", site.members[0].secret).json() == []
     assert api.get("/v1/federations").json()["items"] == []
 
 
