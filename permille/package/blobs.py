@@ -287,8 +287,14 @@ class BlobFolder:
         return sorted(path.name for path in self.root.iterdir() if path.is_dir())
 
     def erase(self) -> None:
-        """Delete this store with everything in it. Idempotent."""
+        """Delete this store with everything in it. Idempotent.
+
+        Raises:
+            OSError: something could not be deleted, or was written meanwhile.
+        """
         shutil.rmtree(self.root, ignore_errors=True)
+        if self.root.exists():
+            raise OSError(f"{self.root} could not be deleted. Check the permissions of what is in it.")
 
     def sweep(self, *, before_s: float) -> int:
         """Remove temporary files of killed writers that were last written before this Unix time.

@@ -7,6 +7,7 @@ and it cannot learn which bytes the service has. The sweep erases the files of d
     coming -> held (attached to its run) -> doomed (to be deleted) -> erased (the bytes are gone)
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from permille.store.ids import Prefix, new_id
 from permille.store.settings import Quota
 from permille.store.tables import Device, Job, Run, Upload
 
+logger = logging.getLogger(__name__)
 DAY = timedelta(days=1)
 # An upload is given up if its bytes have not arrived within this time.
 ARRIVAL = timedelta(hours=1)
@@ -188,18 +190,23 @@ def sweep(db: Database, blobs: BlobFolder) -> int:
         doomed = session.scalars(query).all()
     # Files are erased outside of a transaction. If the process is killed here, the rows stay doomed, and
     # the next sweep erases the files again.
+    erased: list[str] = []
     for row in doomed:
-        open_folder(blobs, tenant_id=row.tenant_id, upload_id=row.id).erase()
+        try:
+            open_folder(blobs, tenant_id=row.tenant_id, upload_id=row.id).erase()
+            erased.append(row.id)
+        except OSError as exc:  # its row stays doomed, so the next sweep tries again
+            logger.error("cannot erase upload %s: %s", row.id, exc)
     with db.write() as session:
         session.execute(
             update(Upload)
-            .where(Upload.id.in_([row.id for row in doomed]))
+            .where(Upload.id.in_(erased))
             .values(state=UploadState.ERASED.value)
         )
         session.execute(
             delete(Upload).where(Upload.state == UploadState.ERASED.value, Upload.created_at < at - DAY)
         )
-    return len(doomed)
+    return len(erased)
 
 
 @dataclass(slots=True)

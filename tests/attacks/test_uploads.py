@@ -148,7 +148,9 @@ def test_a_log_that_was_deleted_while_it_came_is_not_kept(tmp_path: Path, swept:
 
 
 @pytest.mark.attack(4, "cuts uploads off, or has the service killed between row and bytes")
-def test_bytes_without_a_living_row_are_swept(tmp_path: Path) -> None:
+def test_bytes_without_a_living_row_are_swept_and_never_said_to_be_if_they_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     with running_api(tmp_path, clock=clock) as api:
         device = api.device()
@@ -163,6 +165,10 @@ def test_bytes_without_a_living_row_are_swept(tmp_path: Path) -> None:
             writer.commit()
         assert uploads.sweep(api.service.database, blobs) == 0
         clock.forward(3601)
+        with monkeypatch.context() as patch:
+            patch.setattr("shutil.rmtree", lambda *_args, **_options: None)  # the disk refuses
+            assert uploads.sweep(api.service.database, blobs) == 0
+        assert folder.root.exists()
         assert uploads.sweep(api.service.database, blobs) == 1
         assert not folder.root.exists()
         with pytest.raises(Exception, match="too late"), api.service.database.write() as session:

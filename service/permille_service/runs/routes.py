@@ -274,9 +274,9 @@ def _erase(service: Service, tenant_id: str, upload_id: str | None) -> None:
 
 
 def _erase_bytes(folder: BlobFolder) -> None:
-    """Erase the bytes of an upload that the database marks for deletion. If the bucket does not answer, a
+    """Erase the bytes of an upload that the database marks for deletion. If the bucket or the disk refuses, a
     later sweep erases them."""
     try:
         folder.erase()
-    except PermilleError as exc:
+    except (PermilleError, OSError) as exc:
         logger.warning("cannot erase an upload now, so the next sweep will: %s", exc)

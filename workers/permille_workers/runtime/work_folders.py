@@ -7,7 +7,7 @@ parts also has a store below the blobs, which it shares with its parts.
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -49,7 +49,8 @@ def remove_ended(db: Database, work_root: Path, blobs: BlobFolder) -> list[str]:
         shutil.rmtree(scratch / job_id, ignore_errors=True)
     parted = _ended(db, shared.names(), _KEPT_FOR)
     for job_id in parted:
-        shared.below(job_id).erase()
+        with suppress(OSError):  # the next call tries again
+            shared.below(job_id).erase()
     return ended + parted
 
 
