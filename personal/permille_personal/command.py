@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +22,7 @@ from permille.errors import InputError, PermilleError, RetryableError
 from permille.exits import CommandError, Exit
 from permille.plain_console import PlainConsole
 from permille.plain_text import echo
+from permille.time_left import LINE_EVERY_S, TimeLeft, left, progress_line
 from permille_personal.request import (
     BaseScheme,
     Form,
@@ -37,7 +38,6 @@ from permille_personal.request import (
 )
 
 NAME, PANEL = "personal", "Start here"
-LINE_EVERY_S = 30.0
 
 
 class Part(StrEnum):
@@ -208,20 +208,30 @@ class Shown:
     """Output for the person: lines, and the progress of the build on standard error.
 
     A terminal shows a bar. Other output gets a line for each new phase, and one every half minute. Both begin
-    with the part of the work.
+    with the part of the work. The time left is that of the part.
 
     Args:
         quiet: show nothing.
+        clock: seconds since any moment.
     """
 
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self, *, quiet: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self.quiet = quiet
         self.part: Part | None = None
         self._place = ""
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=PlainConsole(stderr=True), transient=True, disable=quiet)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=PlainConsole(stderr=True),
+            transient=True,
+            disable=quiet,
+        )
         self._task: TaskID | None = None
-        self._told, self._told_s = "", -LINE_EVERY_S
+        self._clock, self._left = clock, TimeLeft()
+        self._phase, self._told_s = "", -LINE_EVERY_S
 
     def __enter__(self) -> "Shown":
         return self
@@ -242,16 +252,19 @@ class Shown:
 
     def progress(self, fraction: float, message: str) -> None:
         """Show the progress of the part."""
+        phase, what, now = self._place + message.split(" ")[0], self._place + message, self._clock()
+        is_new, self._phase = phase != self._phase, phase
+        if is_new:  # phases differ in their pace
+            self._left = TimeLeft()
+        left_s = self._left.seen(now, fraction)
         if self._bar.console.is_terminal:
             if self._task is None:
                 self._bar.start()
-                self._task = self._bar.add_task("", total=1.0)
-            self._bar.update(self._task, completed=fraction, description=self._place + message)
-            return
-        phase, now = self._place + message.split(" ")[0], time.monotonic()
-        if not self.quiet and (phase != self._told or now - self._told_s >= LINE_EVERY_S):
-            self._told, self._told_s = phase, now
-            echo(f"{self._place}{message}: {100 * fraction:.0f} % done", err=True)
+                self._task = self._bar.add_task("", total=1.0, left="")
+            self._bar.update(self._task, completed=fraction, description=what, left=left(left_s))
+        elif not self.quiet and (is_new or now - self._told_s >= LINE_EVERY_S):
+            self._told_s = now
+            echo(progress_line(what, fraction, left_s), err=True)
 
     def end(self) -> None:
         """Remove the bar."""

@@ -15,13 +15,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from permille.exits import CommandError, Exit
 from permille.plain_console import PlainConsole
-from permille_service.cli.tables import fields_of, flat, records_in, span, table_of
+from permille.time_left import LINE_EVERY_S, TimeLeft, left, progress_line
+from permille_service.cli.tables import fields_of, flat, records_in, table_of
 
 if TYPE_CHECKING:
     from permille_service.cli.client import Client
 
 WIDE = 240
-LINE_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Follower:
     def __init__(self, output: Output, clock: Callable[[], float]) -> None:
         self._console, self._clock = output.errors, clock
         self._has_lines = not (output.as_json or output.errors.is_terminal)
-        self._first: tuple[float, float] | None = None
+        self._left = TimeLeft()
         self._due_s = 0.0
 
     def follow(self, event: dict[str, Any], bar: Progress, task: Any) -> None:
@@ -131,20 +131,9 @@ class Follower:
         if event["kind"] != "progress":
             return
         at, done, what = self._clock(), float(data.get("progress") or 0.0), data.get("message") or "running"
-        left_s = self._left_s(at, done) if data.get("eta_s") is None else data["eta_s"]
-        left = "" if left_s is None else f"{span(left_s)} left"
-        bar.update(task, completed=done, description=what, left=left)
+        left_s = self._left.seen(at, done)  # for builds, which do not report the time that is left
+        left_s = left_s if data.get("eta_s") is None else data["eta_s"]
+        bar.update(task, completed=done, description=what, left=left(left_s))
         if self._has_lines and at >= self._due_s:
             self._due_s = at + LINE_EVERY_S
-            line = f"{what}: {100 * done:.0f} % done{left and f', {left}'}"
-            self._console.print(line, markup=False, highlight=False)
-
-    def _left_s(self, at: float, done: float) -> float | None:
-        """Estimate the time left from the progress since the first event.
-
-        This is for builds, which do not report the time that is left.
-        """
-        if self._first is None:
-            self._first = (at, done)
-        begun, first = self._first
-        return None if done <= first else (at - begun) * (1 - done) / (done - first)
+            self._console.print(progress_line(what, done, left_s), markup=False, highlight=False)

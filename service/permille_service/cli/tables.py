@@ -12,6 +12,8 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
+from permille.time_left import span
+
 _ID = re.compile(r"[a-z]{2,8}_[0-9a-hjkmnp-tv-z]{26}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -21,7 +23,6 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _SHORT = {_ID: len("_") + 10, _DIGEST: len("sha256:") + 12, _UUID: 8}
 _SUFFIX = re.compile("_(id|at|bytes|fraction)$")
 _WORD = 24
-_SPANS = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
 
 Row = Mapping[str, Any]
 
@@ -122,19 +123,6 @@ def when(value: str | float, now: datetime) -> str:
     )
     seconds = (now - then).total_seconds()
     return f"{span(seconds)} ago" if seconds >= 0 else f"in {span(-seconds)}"
-
-
-def span(seconds: float) -> str:
-    """Format a duration in its largest unit.
-
-    Example:
-        >>> span(5400.0)
-        '2 h'
-    """
-    for size, unit in _SPANS:
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def short(value: str) -> str:

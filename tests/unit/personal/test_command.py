@@ -25,6 +25,19 @@ def test_each_line_of_progress_names_its_part(capsys: pytest.CaptureFixture[str]
     ]
 
 
+def test_a_pipe_gets_the_time_left_twice_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([0.0, 10.0, 30.0, 60.0, 70.0])
+    with Shown(quiet=False, clock=lambda: next(times)) as shown:
+        shown.begin(Part.WEIGHTS, "in few bits")
+        for done, message in enumerate(["opening", *(f"quantize {done}/10" for done in (1, 3, 6, 10))]):
+            shown.progress((0.0, 0.1, 0.3, 0.6, 1.0)[done], message)
+    assert capsys.readouterr().err.splitlines() == [
+        "2 of 5, weights: opening: 0 % done",
+        "2 of 5, weights: quantize 1/10: 10 % done",
+        "2 of 5, weights: quantize 6/10: 60 % done, 40 s left",  # half of it in 50 s
+    ]
+
+
 @pytest.mark.parametrize("part", [None, *Part])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_command_says_what_is_kept_and_how_to_go_on(

@@ -19,6 +19,7 @@ from permille.store.jobs.claims import Claim
 from permille.store.jobs.parents import Part
 from permille.store.tables import Artifact
 from permille.telemetry import Outage
+from permille.time_left import TimeLeft
 from permille_workers.runtime.settings import WorkerSettings
 from permille_workers.runtime.work_folders import shared_store
 
@@ -58,18 +59,13 @@ class Progress:
     There is at most one report in a second, but the start of a new phase is always reported. If the database
     does not answer, the attempt goes on without a report.
 
-    The estimate uses the pace since the report with the lowest fraction in this attempt, usually the first
-    one. Work that an earlier attempt has done therefore does not count.
     """
 
     def __init__(self, db: Database, claim: Claim, *, clock: Clock = time.monotonic) -> None:
         self._db = db
         self._claim = claim
         self._clock = clock
-        # The time and fraction of the report from which the pace is measured.
-        self._first: tuple[float, float] | None = None
-        # The time and fraction of the last report with a higher fraction than before.
-        self._risen: tuple[float, float] | None = None
+        self._left = TimeLeft()
         self._told_at: float | None = None
         self._told_message: str | None = None
         self._outage = Outage(_log, "cannot report progress")
@@ -82,11 +78,7 @@ class Progress:
             StaleClaimError: another attempt has begun, or the job has ended.
         """
         at = self._clock()
-        # A fraction below the first one means that the work has started again. Measure the pace from here.
-        if self._first is None or fraction < self._first[1]:
-            self._first = self._risen = (at, fraction)
-        elif self._risen is None or fraction > self._risen[1]:
-            self._risen = (at, fraction)
+        left_s = self._left.seen(at, fraction)
         recent = self._told_at is not None and at - self._told_at < REPORT_EVERY_S
         # If the first word of the message changes, a new phase has begun. Report this at once.
         if recent and message.split(" ")[0] == (self._told_message or "").split(" ")[0]:
@@ -95,7 +87,7 @@ class Progress:
         try:
             with self._db.write() as session:
                 stop = claims.report_progress(
-                    session, self._claim, fraction=fraction, message=message, eta_s=self._eta_s(at, fraction)
+                    session, self._claim, fraction=fraction, message=message, eta_s=left_s
                 )
         except DBAPIError as exc:  # if this lasts as long as the lease, the supervisor ends the attempt
             self._outage.note(exc)
@@ -103,17 +95,6 @@ class Progress:
         self._outage.note(None)
         if stop:
             raise JobCancelledError(self._claim.job_id)
-
-    def _eta_s(self, at: float, fraction: float) -> float | None:
-        """Estimate the remaining time. The pace is measured up to the last report that raised the fraction.
-
-        Reports with an unchanged fraction therefore do not change the pace.
-        """
-        if self._first is None or self._risen is None or fraction <= self._first[1]:
-            return None
-        started, done = self._first
-        rose, _ = self._risen
-        return max(0.0, (rose - started) * (1.0 - fraction) / (fraction - done) - (at - rose))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
