@@ -21,6 +21,7 @@ from permille_agent.training.engines import ANY_ENGINE, AUTO, EXECUTORCH, OpenEn
 from permille_agent.training.progress import SILENT, RunProgress
 
 DEFAULT_MINUTES = 30.0
+MOST_MINUTES = 10_080
 DEFAULT_MEMORY = 1024
 # A smaller memory has no room for BOS, a separator and text.
 LEAST_MEMORY = 16
@@ -117,8 +118,8 @@ class TrainOptions:
                 flag = "--rows" if name == "batch_rows" else f"--{name.replace('_', '-')}"
                 raise InputError(f"{flag} must be {least:,} to {most:,}, got {value}")
         # Ranges with an open lower end, which the table above cannot express.
-        if self.minutes is not None and not 0 < self.minutes <= 10_080:
-            raise InputError(f"--minutes must be above 0 and at most 10,080, got {self.minutes}")
+        if self.minutes is not None and not 0 < self.minutes <= MOST_MINUTES:
+            raise InputError(f"--minutes must be above 0 and at most {MOST_MINUTES:,}, got {self.minutes}")
         if self.memory and not LEAST_MEMORY <= self.memory <= MAX_TOKENS:
             raise InputError(f"--memory must be 0, or {LEAST_MEMORY} to {MAX_TOKENS:,}, got {self.memory}")
         if not 0 < self.rate_scale <= 16:

@@ -23,6 +23,7 @@ from permille.training.adam import learning_rate
 from permille_agent.text.rows import Row
 from permille_agent.training.durable_steps import pulled_gradient
 from permille_agent.training.evaluation import mean_loss
+from permille_agent.training.options import MOST_MINUTES
 from permille_agent.training.progress import duration
 from permille_agent.training.run import Run, finite_or_none
 
@@ -39,6 +40,8 @@ TIMED_ROWS = 8  # number of rows that are evaluated to measure the time per toke
 # is more (docs/adr/0031).
 PASSES = 8
 LEAST_STEPS = 10
+# Number of steps that a user is told to allow. Most published results are of as many gradient steps.
+USUAL_STEPS = 20
 # Placeholder for epsilon in the header of a gradient run, which perturbs no weights.
 NO_EPSILON = 1.0
 
@@ -112,13 +115,23 @@ def make_plan(run: Run) -> Plan:
 
 
 def forecast(run: Run, plan: Plan) -> str | None:
-    """Describe the duration of a step and the number of steps. Return None for a run without a time limit."""
+    """Describe the duration of a step and the number of steps. Return None for a run without a time limit.
+
+    If too few steps fit to learn from the text, say how many minutes enough steps would take.
+    """
     pace, minutes = run.folder.load("pace", Pace), run.options.minutes
     if pace is None or minutes is None:
         return None
     step, steps = duration(pace.step_s * _trainings(run)), plan.total_steps
-    most = "" if steps < _most_steps(run) else "; more steps would overfit this text"
-    return f"a step takes {step} here: {steps} step{'s' * (steps != 1)} in {minutes:g} minutes{most}"
+    limit = f"{minutes:g} minute{'s' * (minutes != 1)}"
+    told = f"a step takes {step} here: {steps} step{'s' * (steps != 1)} in {limit}"
+    if steps >= _most_steps(run):
+        return f"{told}; more steps would overfit this text"
+    if steps >= LEAST_STEPS:
+        return told
+    enough = int(min(USUAL_STEPS, _most_steps(run)))
+    needed = next((n for n in range(1, MOST_MINUTES) if _timed(run, pace, n).steps >= enough), MOST_MINUTES)
+    return f"{told}, too few to learn from your text. {enough} steps take about {duration(60 * needed)}"
 
 
 def budget_of_time(
@@ -200,9 +213,13 @@ def _budget(run: Run, epsilon: float) -> Budget:
         evaluations = min(EVALUATIONS, max(FEWEST_EVALUATIONS, run.options.steps // 2))
         return Budget(steps=run.options.steps, evaluations=evaluations, limit_s=None)
     pace = run.folder.once("pace", Pace, lambda: _pace(run, epsilon))
+    return _timed(run, pace, float(run.options.minutes or 0.0))
+
+
+def _timed(run: Run, pace: Pace, minutes: float) -> Budget:
     rows = run.prepared.select or run.prepared.test
     return budget_of_time(
-        60.0 * float(run.options.minutes or 0.0),
+        60.0 * minutes,
         step_s=pace.step_s * _trainings(run),
         evaluation_s=pace.token_s * _tokens(rows),
         judgement_s=pace.token_s * _judged_tokens(run),

@@ -100,6 +100,25 @@ def test_a_run_says_how_long_a_step_takes_and_how_many_fit(package: Package, tmp
     assert told == "a step takes 2 s here: 10000 steps in 30 minutes; more steps would overfit this text"
 
 
+def test_a_run_with_time_for_too_few_steps_says_how_many_minutes_to_allow(
+    package: Package, tmp_path: Path
+) -> None:
+    text, engine = user_text(tmp_path), bigram_engine(package)
+
+    def begun(minutes: float) -> Run:
+        timed: dict[str, Any] = {"steps": None, "minutes": minutes, "memory": 0}
+        run = _begun(run_of(package, engine, text, tmp_path / f"{minutes}", **timed), 40.0)
+        run.folder.store("pace", Pace(step_s=40.0, token_s=0.001))
+        return run
+
+    short = begun(1.5)
+    assert forecast(short, make_plan(short)) == (
+        "a step takes 40 s here: 1 step in 1.5 minutes, too few to learn from your text. "
+        "20 steps take about 15 min"
+    )
+    assert make_plan(begun(14.0)).total_steps < 20 <= make_plan(begun(15.0)).total_steps
+
+
 def test_a_run_of_so_many_steps_has_no_forecast(package: Package, tmp_path: Path) -> None:
     run = run_of(package, bigram_engine(package), user_text(tmp_path), tmp_path / "runs/a", steps=100)
     assert forecast(run, _plan(100)) is None
