@@ -42,7 +42,7 @@ from permille_agent.local.model import LocalModel, Sampling
 from permille_agent.local.show import show_run
 from permille_agent.state.home import Home, default_root, open_home, telling_disk
 from permille_agent.state.models import InstalledRelease, active_model, require_active
-from permille_agent.text.documents import Document, Learn
+from permille_agent.text.documents import Document, Learn, characters
 from permille_agent.text.notes import index_text
 from permille_agent.text.preparation import NEEDED_TOKENS, Prepared, prepare
 from permille_agent.text.reading import read_documents
@@ -101,6 +101,7 @@ __all__ = [
     "active_model",
     "base_answers",
     "batch_of",
+    "characters",
     "compare_answers",
     "compare_losses",
     "default_root",

@@ -154,6 +154,8 @@ def _pdf(data: bytes) -> Extracted:
     reader = PdfReader(BytesIO(data))
     if reader.is_encrypted and not reader.decrypt(""):
         raise UnreadableError("has a password")
+    if not reader.pages:  # the list of pages is damaged
+        raise UnreadableError("damaged: it has no pages")
     text = "\n\n".join(page.extract_text() for page in reader.pages)
     return Extracted(text, reason="" if text.strip() else "has no text, only pictures: perhaps a scan")
 

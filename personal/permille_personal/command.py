@@ -31,6 +31,7 @@ from permille_personal.request import (
     check_form,
     check_numbers,
     check_paths,
+    check_text,
     chosen_form,
     chosen_scheme,
     key_of,
@@ -156,6 +157,8 @@ def personalise(
         form = chosen_form(form, out)
         scheme = chosen_scheme(model, scheme, form)
         check_form(model, form)
+        for line in check_text(text):
+            shown.say(line)
         key = key_of(model, corpus, density, scheme)
         request = Request(
             model=model,

@@ -18,7 +18,6 @@ from permille.corpora.sources import check_head
 from permille.errors import InputError
 from permille.exits import CommandError, Exit
 from permille.models.ollama import ollama_file
-from permille.text_files import TEXT_SUFFIXES, advice, text_kind
 
 LEAST_BYTES = 1_000
 """Texts of fewer bytes are refused early. Training needs 700 tokens, which have some 2,800 characters."""
@@ -127,24 +126,6 @@ def check_paths(texts: list[Path], out: Path, corpus: Path | None, work: Path) -
         raise CommandError(f"There is no file or folder {missing[0]}.", Exit.REFUSED)
     if corpus is not None:
         check_head(corpus)
-    files = [path for text in texts for path in [text, *text.rglob("*")] if path.is_file()]
-    readable = [path for path in files if _is_text(path, is_named=path in texts)]
-    if not readable:
-        other = sorted({f"{path.suffix}{advice(path)}" for path in files if advice(path)})
-        found = f", only {', '.join(other)}" if other else ""
-        raise CommandError(
-            f"--text names no text{found}. Name files of {', '.join(TEXT_SUFFIXES)}, or folders with such "
-            "files.",
-            Exit.REFUSED,
-        )
-    # Check the size before the build, which takes minutes. Training would refuse so little text only later.
-    size = sum(path.stat().st_size for path in readable)
-    if size < LEAST_BYTES:
-        raise CommandError(
-            f"Your text has {size} bytes. Some 2,800 characters are needed, 20,000 are better: add more with "
-            "--text.",
-            Exit.REFUSED,
-        )
     if not out.parent.is_dir():
         raise CommandError(f"The folder {out.parent} of --out does not exist. Make it first.", Exit.REFUSED)
     if not os.access(out.parent, os.W_OK):
@@ -164,11 +145,26 @@ def check_paths(texts: list[Path], out: Path, corpus: Path | None, work: Path) -
         raise CommandError(f"{out} exists already. Remove it, or name another --out.", Exit.REFUSED)
 
 
-def _is_text(path: Path, *, is_named: bool) -> bool:
-    try:
-        return text_kind(path, is_named=is_named) is not None
-    except OSError:  # training counts a file that cannot be read
-        return False
+def check_text(texts: list[Path]) -> list[str]:
+    """Read the text once before the build, which takes minutes. Return what was skipped, with the reasons.
+
+    Raises:
+        CommandError: training would refuse so little text.
+        InputError: there is no text.
+    """
+    from permille_agent.embed import characters, read_documents
+
+    documents, report = read_documents(texts)
+    skipped = [f"Skipped {example}" for example in report.examples]
+    size = sum(len(characters(document.content).encode()) for document in documents)
+    if size < LEAST_BYTES:
+        told = [
+            f"Your text has {size} bytes. Some 2,800 characters are needed, 20,000 are better: add more with "
+            "--text.",
+            *skipped,
+        ]
+        raise CommandError("\n".join(told), Exit.REFUSED)
+    return skipped
 
 
 def check_numbers(density: float, training: Mapping[str, Any]) -> None:

@@ -205,6 +205,7 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
     (tmp_path / "not.gguf").write_bytes(b"PK\x03\x04 no model")
     (tmp_path / "empty").mkdir()
     (tmp_path / "little.txt").write_text("A few words are no text.\n")
+    (tmp_path / "no.pdf").write_bytes(b"not a page" * 1000)
     (tmp_path / "rows.jsonl").write_text('{"words": "none"}\n')
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(8) + b"\x01" + bytes(7) + b"\x09")
     (tmp_path / "endless").mkdir()
@@ -223,8 +224,12 @@ def test_bad_input_is_refused_in_plain_words(tmp_path: Path) -> None:
         (*model, *text, "--corpus", str(tmp_path / "none.txt")): "There is no file or folder",
         (*model, *text, "--corpus", str(tmp_path)): "must end with one of .jsonl, .jsonl.gz, .txt",
         (*model, *text, "--corpus", str(tmp_path / "rows.jsonl")): "1 no-text-field",
-        (*model, "--text", str(tmp_path / "little.txt")): "Your text has 25 bytes",
-        (*model, "--text", str(tmp_path / "cut.gguf")): "--text names no text. Name files of .txt, .md,",
+        (*model, "--text", str(tmp_path / "little.txt")): "Your text has 24 bytes",
+        (*model, "--text", str(tmp_path / "cut.gguf")): "0 read, 1 skipped: 1 x not .txt, .md,",
+        (*model, "--text", str(tmp_path / "no.pdf")): "no.pdf: 1 file: 0 read, 1 skipped: 1 x damaged",
+        (*model, "--text", str(tmp_path / "no.pdf"), "--text", str(tmp_path / "little.txt")): (
+            "no.pdf: damaged, or no .pdf file"
+        ),
         ("--gguf", str(EXAMPLES / "model"), *text): "is a folder. Name it with --folder",
         ("--folder", str(NOTES), *text): "is a file. Name a GGUF file with --gguf",
         ("--gguf", str(tmp_path / "cut.gguf"), *text): "cut.gguf is truncated",

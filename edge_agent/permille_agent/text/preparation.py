@@ -194,7 +194,7 @@ def _prepare_little(
     """Divide a text that is too short for three splits. `too_little` is the error message of `assign`."""
     if total < LITTLE_TOKENS:
         raise InputError(
-            f"There is too little text: {total} tokens in {len(documents)} documents, and at least "
+            f"There is too little text: {total} tokens in {_documents(len(documents))}, and at least "
             f"{LITTLE_TOKENS} are needed. With {NEEDED_TOKENS} or more, training works better."
         )
     pieces, units = _pieces(documents)
@@ -408,9 +408,13 @@ def _guarded(
 
 def _too_little(counts: dict[Split, SplitCount], total: int, groups: int) -> str:
     return (
-        f"There is too little text: {total} tokens in {groups} documents. Training needs {NEEDED_TOKENS} "
+        f"There is too little text: {total} tokens in {_documents(groups)}. Training needs {NEEDED_TOKENS} "
         f"tokens: {MIN_TEST_TOKENS} in {MIN_TEST_GROUPS} or more documents for the test, {MIN_SELECT_TOKENS} "
         f"to select the state, and {MIN_TRAIN_TOKENS} to train. This text gives {counts[Split.TEST].tokens} "
         f"for the test, {counts[Split.SELECT].tokens} to select and {counts[Split.TRAIN].tokens} to train. "
         "Conversations and rows of one group are not divided."
     )
+
+
+def _documents(number: int) -> str:
+    return f"{number} document{'s' * (number != 1)}"

@@ -123,11 +123,13 @@ def test_a_document_that_cannot_be_read_is_named_and_the_others_are_read(tmp_pat
     (tmp_path / "c.html").write_bytes(b"<p>\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\xff</p>")
     (tmp_path / "d.mbox").write_bytes(b"")
     (tmp_path / "e.eml").write_bytes(b"Subject: nothing\n\n")
+    _pdf(tmp_path / "g.pdf")  # the list of its pages is damaged
     (tmp_path / "f.html").write_text("<p>The one that is well.</p>")
     texts, report = _texts(tmp_path)
     assert texts == ["The one that is well."]
     named = [example.removeprefix(f"{tmp_path}/").split(":")[0] for example in report.examples]
-    assert named == ["a.pdf", "b.docx", "c.html", "d.mbox", "e.eml"]
+    assert named == ["a.pdf", "b.docx", "c.html", "d.mbox", "e.eml", "g.pdf"]
+    assert report.examples[-1].endswith("g.pdf: damaged: it has no pages")
     assert report.examples[0].endswith("a.pdf: damaged, or no .pdf file")
 
 

@@ -144,7 +144,7 @@ def test_refuses_too_little_with_what_is_needed_and_what_came() -> None:
 
 @pytest.mark.parametrize(("number", "tokens"), [(0, 0), (6, 5000), (9, 600), (1, 100_000)])
 def test_refuses_parts_that_are_too_small(number: int, tokens: int) -> None:
-    with pytest.raises(InputError, match=f"too little text: {number * tokens} tokens in {number} documents"):
+    with pytest.raises(InputError, match=f"too little text: {number * tokens} tokens in {number} document"):
         assign(_groups(number), [tokens] * number)
 
 

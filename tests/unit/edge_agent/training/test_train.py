@@ -125,7 +125,7 @@ def test_too_little_text_is_refused_and_reported_once(device: Device, tmp_path: 
     device = replace(device, text=user_text(tmp_path, 20))
     first, second = device.train(), device.train()
     assert first.outcome is second.outcome is Outcome.REFUSED_DATA
-    assert "There is too little text: 518 tokens in 1 documents" in first.message
+    assert "There is too little text: 518 tokens in 1 document," in first.message
     assert (first.known, second.known) == (False, True)
     assert len(list_runs(device.home)) == 1
     assert first.metrics is not None and first.metrics.package_digest == device.package.digest
