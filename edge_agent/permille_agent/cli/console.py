@@ -133,6 +133,11 @@ def show(
         console.print(f"next: {then}", highlight=False)
 
 
+def sentences(*lines: str) -> Callable[[Console], None]:
+    """Return a function for `show` that prints these lines, without empty ones."""
+    return lambda console: console.print(*filter(None, lines), sep="\n", markup=False, highlight=False)
+
+
 def _words(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"

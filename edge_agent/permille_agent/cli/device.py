@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.filesize import decimal
 
 from permille.arguments import named_path
 from permille.errors import InputError, OperatorError, PermilleError
@@ -18,6 +19,7 @@ from permille_agent.cli.console import (
     JsonOption,
     agrees,
     home_of,
+    sentences,
     show,
 )
 from permille_agent.state.choices import (
@@ -30,6 +32,7 @@ from permille_agent.state.home import Home
 from permille_agent.state.lock import hold_lock
 
 if TYPE_CHECKING:
+    from permille_agent.link.forget import Erased
     from permille_agent.state.models import Active
     from permille_agent.text.report import DataReport
 
@@ -254,7 +257,8 @@ def forget(
     if run is not None:
         with hold_lock(home, "forget"):
             gone = forget_run(home, run)
-        show({"files_erased": gone.files, "bytes_overwritten": gone.size_bytes}, as_json=as_json)
+        counts = {"files_erased": gone.files, "bytes_overwritten": gone.size_bytes}
+        show(counts, as_json=as_json, render=sentences(_erased_words(gone)))
         return
     if not yes and not agrees(f"Erase data references, runs and personalisation in {home.root}?"):
         raise typer.Exit(ExitCode.INTERRUPTED)
@@ -262,17 +266,31 @@ def forget(
         erased = erase(home)
         waiting = _delete_uploaded(context, erased.deletions_waiting)
     # Call this after the writers' lock is released, because an exchange of rounds needs only its own lock.
-    told = [one.tell_service(home) for one in choices()] if erased.federations_left else []
+    left = erased.federations_left
+    told = all([one.tell_service(home) for one in choices()] if left else [])
+    deleted = erased.deletions_waiting - waiting
     document = {
         "files_erased": erased.files,
         "bytes_overwritten": erased.size_bytes,
-        "uploaded_logs_deleted": erased.deletions_waiting - waiting,
+        "uploaded_logs_deleted": deleted,
         "uploaded_logs_to_delete": waiting,
-        "federations_left": erased.federations_left,
-        "service_told_of_leaving": all(told),
+        "federations_left": left,
+        "service_told_of_leaving": told,
         "limits": PROMISE,
     }
-    show(document, as_json=as_json)
+    knows = "The service knows it." if told else "The next `permille-agent run` tells the service."
+    words = sentences(
+        _erased_words(erased),
+        f"The service deleted your uploaded logs ({deleted})." if deleted else "",
+        f"You left {left} federation{'s' * (left != 1)}. {knows}" if left else "",
+        PROMISE,
+    )
+    show(document, as_json=as_json, render=words)
+
+
+def _erased_words(erased: "Erased") -> str:
+    files = f"{erased.files} file{'s' * (erased.files != 1)}"
+    return f"Erased {files}: {decimal(erased.size_bytes)} overwritten."
 
 
 def _delete_uploaded(context: typer.Context, wanted: int) -> int:

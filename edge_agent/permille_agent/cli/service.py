@@ -14,7 +14,7 @@ import typer
 from permille.errors import InputError
 from permille.exits import ExitCode
 from permille.plain_console import PlainConsole
-from permille_agent.cli.console import DEVICE, SHARING, START, JsonOption, home_of, show
+from permille_agent.cli.console import DEVICE, SHARING, START, JsonOption, home_of, sentences, show
 from permille_agent.state.choices import read_consent, set_sharing
 from permille_agent.state.home import Home
 from permille_agent.state.lock import LockedError, hold_lock
@@ -283,7 +283,10 @@ def unenroll(
         else:
             with open_api(home) as api:
                 leave(home, api)
-    show({"unenrolled": True, "service_told": not local_only}, as_json=as_json)
+    document = {"unenrolled": True, "service_told": not local_only}
+    where = "on this device alone" if local_only else "at the service and on this device"
+    words = sentences(f"The enrolment is ended {where}. The package and the personal model stay usable.")
+    show(document, as_json=as_json, render=words)
 
 
 def _set_sharing(context: typer.Context, choice: str, *, share: bool, as_json: bool) -> None:

@@ -308,7 +308,8 @@ def named_run(home: Home, name: str) -> RunFolder:
     runs = [RunFolder(path) for path in home.runs.iterdir() if path.is_dir() and path.name[0] != "."]
     found = [run for run in runs if run.name.startswith(name) or _id_begins(run, name)]
     if not name or len(found) != 1:
-        raise InputError(f"{len(found)} runs have names that begin with {name!r:.60}. Give the name of one.")
+        have = f"{len(found)} runs have names that begin" if found else "No run has a name that begins"
+        raise InputError(f"{have} with {name!r:.60}. The runs are the folders in {home.runs}.")
     return found[0]
 
 

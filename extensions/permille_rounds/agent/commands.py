@@ -16,6 +16,7 @@ from permille_agent.cli.console import (
     JsonOption,
     agrees,
     home_of,
+    sentences,
     show,
 )
 from permille_agent.state.choices import read_references
@@ -158,7 +159,13 @@ def leave(
     # Read the name now, because `tell_service` erases the record as soon as the service knows.
     left = membership.choice().name
     leave_here(membership)
-    show({"left": left, "service_told": tell_service(home)}, as_json=as_json)
+    told = tell_service(home)
+    knows = "The service knows it." if told else "The next `permille-agent run` tells the service."
+    show(
+        {"left": left, "service_told": told},
+        as_json=as_json,
+        render=sentences(f"You left {left}. {knows}"),
+    )
 
 
 @federations.command("status")

@@ -263,6 +263,18 @@ def test_forget_asks_and_tells_its_limits(
     assert service.deleted_logs == [RUN_ID]
 
 
+def test_forget_and_unenroll_answer_in_sentences(enrolled: Agent, home: Home) -> None:
+    (home.runs / "trace").write_text("secret")
+    enqueue(home, RUN_ID, metrics(), shared_log=b"log")
+    enrolled("report")
+    erased, uploaded, promise = enrolled("forget", "--yes").output.splitlines()
+    assert re.fullmatch(r"Erased \d+ files?: [\d.]+ \w+ overwritten\.", erased)
+    assert uploaded == "The service deleted your uploaded logs (1)."
+    assert promise.startswith("The files were overwritten once")
+    words = enrolled("unenroll").output
+    assert words.startswith("The enrolment is ended at the service and on this device. ")
+
+
 def test_unenroll_tells_the_service_or_not(enrolled: Agent, service: DeviceService) -> None:
     assert enrolled("unenroll", "--json").document == {"unenrolled": True, "service_told": True}
     assert service.devices == {}

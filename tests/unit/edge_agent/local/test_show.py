@@ -100,7 +100,7 @@ def test_refused_text_has_a_page_too_and_the_command_says_where(
 ) -> None:
     with pytest.raises(OperatorError, match="No run has ended yet"):
         show_run(home, None, bigram_engine)
-    with pytest.raises(InputError, match="0 runs have names"):
+    with pytest.raises(InputError, match="No run has a name that begins with"):
         show_run(home, "x", bigram_engine)
     result = train_quickly(home, [_text(tmp_path / "notes", 10)])
     assert cli.main(["--home", str(home.root), "show", "--json"]) == 0
