@@ -43,6 +43,10 @@ With a larger share, more questions about the notes find nothing, and a model th
 smaller one, more general questions get a passage. Their answers stay right, but reading it takes time."""
 CLOSE: Final = 0.7
 """Share of the best passage's words of the question that each other passage must have."""
+OTHER_PASSAGES: Final = 100
+"""Passages of other text, without the question's words, that count when the rarity of a word is estimated.
+
+In a small text, each word that stands in one passage alone would outweigh the question's subject."""
 _WAIT_S: Final = 30.0  # for another process that writes
 _TABLE: Final = (
     "CREATE VIRTUAL TABLE IF NOT EXISTS passages USING fts5(text, source UNINDEXED, "
@@ -156,7 +160,7 @@ def find_passages(home: Home, question: str) -> tuple[Passage, ...]:
             found = index.execute(
                 "SELECT rowid, rank FROM passages WHERE passages MATCH ?", (word,)
             ).fetchall()
-            weight = math.log1p(passages / max(1, len(found)))
+            weight = math.log1p((passages + OTHER_PASSAGES) / max(1, len(found)))
             total += weight
             for row, below_zero in found:
                 rank[row] -= below_zero

@@ -94,6 +94,15 @@ def test_a_question_about_something_else_finds_nothing(home: Home, tmp_path: Pat
     assert find_passages(home, question) == ()
 
 
+def test_a_rare_word_of_few_notes_does_not_hide_the_subject(home: Home, tmp_path: Path) -> None:
+    mended, other = "Joris in Ghent mended my clarinet.", "The clarinet case is red."
+    _index(home, _write(tmp_path, "notes.txt", "Mara repairs the roof.", mended, other))
+
+    found = _found(home, "Who repaired the clarinet?")
+
+    assert all(each in found for each in ("Mara", mended, other))
+
+
 def test_numbers_are_whole_words_and_endings_are_no_words(home: Home, tmp_path: Path) -> None:
     _index(home, _write(tmp_path, "notes.txt", "Room4471 is Ana's.", "Room4472 is free.", "The key is Jo's."))
 
