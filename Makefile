@@ -26,8 +26,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "permille needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (some minutes the first time)"
+	@echo "  1 of 3: pip and what builds permille (20 MB)"
 	@$(PIP) install --constraint constraints.txt pip hatchling editables
+	@echo "  2 of 3: torch (1 GB, or several GB with CUDA: see PERMILLE_TORCH_INDEX)"
 	@$(PIP) install --constraint constraints.txt $(TORCH_INDEX) torch
+	@echo "  3 of 3: permille and some 200 other packages (2 GB)"
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
