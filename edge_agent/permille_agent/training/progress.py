@@ -128,7 +128,7 @@ class LiveProgress:
         self._standing, self._began = Progress(pid=os.getpid(), phase=name), None
         if self._console is not None:
             self._clear()
-            self._console.print(name, markup=False, highlight=False)
+            self._console.print(name, markup=False, highlight=False, soft_wrap=True)
         self._write()
 
     def step(self, done: int, total: int, loss: float) -> None:
@@ -167,7 +167,7 @@ class LiveProgress:
             self._console.file.flush()
         elif now - self._printed_s >= PRINT_EVERY_S:
             self._printed_s = now
-            self._console.print(line, markup=False, highlight=False)
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _clear(self) -> None:
         if self._console is not None and self._console.is_terminal:

@@ -40,7 +40,7 @@ def test_a_line_fits_80_columns_and_says_step_total_losses_and_time() -> None:
 def test_a_terminal_shows_one_line_and_other_outputs_now_and_then_a_plain_one(home: Home) -> None:
     terminal, file = io.StringIO(), io.StringIO()
     _told(Console(file=terminal, force_terminal=True, width=80), home)
-    _told(Console(file=file, width=80), home)
+    _told(Console(file=file, width=40), home)  # a log is not wrapped
 
     assert "\r\x1b[Kstep 8 of 8, loss 4.250, held out 4.500 (first 5.000), 0 s left" in terminal.getvalue()
     assert terminal.getvalue().count("\n") == 1
