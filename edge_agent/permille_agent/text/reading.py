@@ -51,6 +51,7 @@ NAME_CHARACTERS = 256
 REPEATED_PARAGRAPH_CHARACTERS = 64
 # The child process that parses a document has limited memory, and the document must fit into it.
 MAX_DOCUMENT_BYTES = 64 << 20
+_PDF = b"%PDF-"
 _UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 Row = tuple[str | None, Content]
@@ -113,6 +114,9 @@ class _Reader:
             InputError: the file cannot be read. The message is the reason.
             OSError: the file system failed.
         """
+        with path.open("rb") as file:
+            if file.read(len(_PDF)) == _PDF:  # its source would be learned as text if its name ends in .txt
+                kind = ".pdf"
         match kind:
             case ".jsonl":
                 return self._jsonl(path)

@@ -58,6 +58,11 @@ def test_pages_of_a_pdf_are_one_text(tmp_path: Path) -> None:
     assert texts == ["The river is high today.\n\nWe stay at home."]
 
 
+def test_a_pdf_with_the_name_of_a_text_is_read_as_a_pdf(tmp_path: Path) -> None:
+    texts, _ = _texts(_pdf(tmp_path / "notes.txt", "The river is high today."))
+    assert texts == ["The river is high today."]
+
+
 def test_paragraphs_and_tables_of_a_word_file_are_read_in_their_order(tmp_path: Path) -> None:
     document = docx.Document()
     document.add_paragraph("Dear Anna,")
