@@ -1,6 +1,5 @@
 """Tests of what `permille personalise` says while it works, and when it is stopped."""
 
-import os
 import signal
 import sys
 
@@ -48,8 +47,7 @@ def test_a_stopped_command_says_what_is_kept_and_how_to_go_on(
     with pytest.raises(CommandError) as stopped, _stoppable(shown):
         if part is not None:
             shown.begin(part, "")
-        os.kill(os.getpid(), number)
-        signal.pause()
+        signal.raise_signal(number)  # to this thread: of a process, any thread may take it later
     where = f"in part {part.place}" if part else "before the first part"
     assert str(stopped.value) == (
         f"Stopped {where}. Kept: {KEPT[part]}. "

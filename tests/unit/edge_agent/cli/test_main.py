@@ -66,7 +66,11 @@ def agent(home: Home, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
     def run(*arguments: str) -> Ended:
         capsys.readouterr()
+        # The daemon keeps its handlers until its process ends, and other tests send signals to this process.
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         code = main(["--home", str(home.root), *arguments])
+        for number, handler in before.items():
+            signal.signal(number, handler)
         printed = capsys.readouterr()
         return Ended(code, printed.out, printed.err)
 
