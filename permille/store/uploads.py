@@ -198,11 +198,7 @@ def sweep(db: Database, blobs: BlobFolder) -> int:
         except OSError as exc:  # its row stays doomed, so the next sweep tries again
             logger.error("cannot erase upload %s: %s", row.id, exc)
     with db.write() as session:
-        session.execute(
-            update(Upload)
-            .where(Upload.id.in_(erased))
-            .values(state=UploadState.ERASED.value)
-        )
+        session.execute(update(Upload).where(Upload.id.in_(erased)).values(state=UploadState.ERASED.value))
         session.execute(
             delete(Upload).where(Upload.state == UploadState.ERASED.value, Upload.created_at < at - DAY)
         )
