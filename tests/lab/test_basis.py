@@ -118,12 +118,23 @@ def test_the_page_counts_the_texts_on_which_groups_need_more_passes(tmp_path: Pa
         {"person": "alone", "method": BASIS, "steps": 4, "seed": 0},
         {"before": 5.0, "after": 4.9, "general": [4.0, 4.0], "chat": [1.0, 1.0], "fault": "", "cpu_s": 1.0},
     )
+    then = {
+        "before": 5.0,
+        "after": 4.85,
+        "general": [4.0, 4.0],
+        "chat": [1.0, 1.1],
+        "fault": "",
+        "cpu_s": 1.0,
+    }
+    cells.keep("basis", {"person": "one", "method": THEN, "steps": 8, "seed": 0}, then)
     found = tables(tmp_path)
+    assert (found["ahead"], found["later"]) == ("2", "0.04 to 0.04")
     # The best checkpoints of groups fall by 0.1 in 128 passes and in 192, and by 0.2 in 256.
     assert (found["texts"], found["won"]) == ("4", "2")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in found["falls"].splitlines()]
-    assert rows[0] == ["text", "basis, 64", "groups, 256", "ratio"]
-    assert rows[2] == ["one", "0.120 (0.115 to 0.125)", "0.200 (0.195 to 0.205)", "3.2"]
+    assert rows[0] == ["text", "basis, 64", "basis, then groups, 192", "groups, 256", "ratio"]
+    assert rows[2] == ["one", "0.120 (0.115 to 0.125)", "0.150", "0.200 (0.195 to 0.205)", "3.2"]
     assert [row[-1] for row in rows[3:]] == ["> 4", "1.0", "4.0", ""]
     methods = [[cell.strip() for cell in line.split("|")[1:-1]] for line in found["methods"].splitlines()]
-    assert methods[2] == ["basis", "64", "9", "0.154", "0.050", "-0.080", "+0.160", "+0.200", "two (2)", "2"]
+    expected = ["basis", "64", "9", "0.154", "0.050", "-0.080", "+0.160", "+0.200", "1.0", "two (2)", "2"]
+    assert methods[2] == expected

@@ -30,6 +30,7 @@ def tables(results: Path) -> dict[str, str]:
         [
             {
                 "text": settings["person"],
+                "seed": settings["seed"],
                 "method": settings["method"],
                 "passes": passes_of(settings["method"], settings["steps"]),
                 "fall": result["before"] - result["after"],
@@ -56,11 +57,16 @@ def tables(results: Path) -> dict[str, str]:
         text: _needed(groups.loc[text], found["fall"].mean()) for text, found in basis if text in groups.index
     }
     ratios = pd.Series(needed) / basis["passes"].first()[list(needed)]
+    by_run = runs.pivot_table(index=["text", "seed"], columns="method", values="fall")
+    ahead = by_run[by_run[GROUPS] > by_run[BASIS]].index.get_level_values("text").unique()
+    later = (by_run[THEN] - by_run[BASIS]).dropna()
     return {
         "falls": markdown(_fall_rows(runs, ratios)),
         "methods": markdown(_method_rows(runs)),
         "texts": str(len(ratios)),
         "won": str(int((ratios >= RATIO).sum())),
+        "ahead": str(len(ahead)),
+        "later": f"{later.min():.2f} to {later.max():.2f}",
     }
 
 
@@ -113,6 +119,7 @@ def _method_rows(runs: pd.DataFrame) -> Iterator[dict[str, str]]:
             "general rise": f"{texts['rise'].mean():+.3f}",
             "chat rise": f"{texts['chat'].mean():+.3f}",
             "most chat rise": f"{texts['chat'].max():+.3f}",
+            "fall / chat rise": f"{texts['fall'].mean() / texts['chat'].mean():.1f}",
             "lost answers": ", ".join(f"{text} ({number})" for text, number in lost.items()) or "none",
             "seconds": f"{texts['seconds'].mean():.0f}",
         }
