@@ -100,6 +100,5 @@ class Corpus:
                 except InputError as exc:
                     shortest, number = exc, max(number // 2, least) if number > least else 0
         raise InputError(
-            f"The evaluation corpus is too small. It must have at least {least * wanted.length} tokens: "
-            f"{shortest}"
+            f"The corpus is too small. It must have at least {least * wanted.length} tokens: {shortest}"
         ) from shortest

@@ -138,8 +138,8 @@ def check_name(session: Session, table: type[Model] | type[Corpus], tenant_id: s
     query = select(table.id).where(table.tenant_id == tenant_id, table.name == name)
     if (found := session.scalar(query)) is not None:
         raise ConflictError(
-            f"There is a {table.noun} {name!r} already: {found}. Choose another name, or remove it with "
-            f"`permille {table.__tablename__} remove {name}`."
+            f"There is a {table.noun} {name!r} already: {found}. Choose another name, or remove the "
+            f"existing one with `permille {table.__tablename__} remove {name}`."
         )
 
 

@@ -159,8 +159,8 @@ def check_text(texts: list[Path]) -> list[str]:
     size = sum(len(characters(document.content).encode()) for document in documents)
     if size < LEAST_BYTES:
         told = [
-            f"Your text has {size} bytes. Some 2,800 characters are needed, 20,000 are better: add more with "
-            "--text.",
+            f"Your text has {size} bytes. Training needs some 2,800 characters, and 20,000 are better. Add "
+            "more with --text.",
             *skipped,
         ]
         raise CommandError("\n".join(told), Exit.REFUSED)

@@ -278,10 +278,13 @@ def forget(
         "service_told_of_leaving": told,
         "limits": PROMISE,
     }
-    knows = "The service knows it." if told else "The next `permille-agent run` tells the service."
+    knows = "The service was told." if told else "The next `permille-agent run` tells the service."
     words = sentences(
         _erased_words(erased),
-        f"The service deleted your uploaded logs ({deleted})." if deleted else "",
+        f"The service deleted {deleted} of your uploaded logs." if deleted else "",
+        f"{waiting} are still there. `permille-agent report` asks for their deletion again."
+        if waiting
+        else "",
         f"You left {left} federation{'s' * (left != 1)}. {knows}" if left else "",
         PROMISE,
     )
@@ -290,7 +293,7 @@ def forget(
 
 def _erased_words(erased: "Erased") -> str:
     files = f"{erased.files} file{'s' * (erased.files != 1)}"
-    return f"Erased {files}: {decimal(erased.size_bytes)} overwritten."
+    return f"Erased {files} ({decimal(erased.size_bytes)})."
 
 
 def _delete_uploaded(context: typer.Context, wanted: int) -> int:

@@ -284,8 +284,10 @@ def unenroll(
             with open_api(home) as api:
                 leave(home, api)
     document = {"unenrolled": True, "service_told": not local_only}
-    where = "on this device alone" if local_only else "at the service and on this device"
-    words = sentences(f"The enrolment is ended {where}. The package and the personal model stay usable.")
+    untold = " The service was not told." if local_only else ""
+    words = sentences(
+        f"This device is no longer enrolled.{untold} You can still use the package and the personal model."
+    )
     show(document, as_json=as_json, render=words)
 
 

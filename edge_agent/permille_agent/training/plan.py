@@ -131,7 +131,7 @@ def forecast(run: Run, plan: Plan) -> str | None:
         return told
     enough = int(min(USUAL_STEPS, _most_steps(run)))
     needed = next((n for n in range(1, MOST_MINUTES) if _timed(run, pace, n).steps >= enough), MOST_MINUTES)
-    return f"{told}, too few to learn from your text. {enough} steps take about {duration(60 * needed)}"
+    return f"{told}, too few to learn from your text. Allow {enough} steps with --minutes {needed}"
 
 
 def budget_of_time(

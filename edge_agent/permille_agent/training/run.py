@@ -309,7 +309,7 @@ def named_run(home: Home, name: str) -> RunFolder:
     found = [run for run in runs if run.name.startswith(name) or _id_begins(run, name)]
     if not name or len(found) != 1:
         have = f"{len(found)} runs have names that begin" if found else "No run has a name that begins"
-        raise InputError(f"{have} with {name!r:.60}. The runs are the folders in {home.runs}.")
+        raise InputError(f"{have} with {name!r:.60}. Name one of the folders in {home.runs}.")
     return found[0]
 
 

@@ -39,8 +39,8 @@ def create(session: Session, *, tenant_id: str, name: str, rule: GroupRule) -> D
     taken = select(DeviceGroup.id).where(DeviceGroup.tenant_id == tenant_id, DeviceGroup.name == name)
     if session.scalar(taken) is not None:
         raise ConflictError(
-            f"There is a group {name!r} already. Choose another name, or remove it with "
-            f"`permille groups delete {name}`."
+            f"There is a group {name!r} already. Choose another name, or remove the "
+            f"existing one with `permille groups delete {name}`."
         )
     known = set(session.scalars(select(Device.id).where(*active(tenant_id), Device.id.in_(rule.devices))))
     for device_id in rule.devices:

@@ -160,7 +160,7 @@ def leave(
     left = membership.choice().name
     leave_here(membership)
     told = tell_service(home)
-    knows = "The service knows it." if told else "The next `permille-agent run` tells the service."
+    knows = "The service was told." if told else "The next `permille-agent run` tells the service."
     show(
         {"left": left, "service_told": told},
         as_json=as_json,

@@ -102,8 +102,8 @@ def _check_own(path: Path) -> None:
         if names and not names >= {"alembic_version", Tenant.__tablename__}:
             some = ", ".join(sorted(names)[:5])
             raise OperatorError(
-                f"{path} belongs to another program: it has the tables {some}, but not those of permille. It "
-                "was not changed. Name another file in PERMILLE_DATABASE_URL."
+                f"{path} is not a database of permille: it has the tables {some}. The file was not changed. "
+                "Name another one in PERMILLE_DATABASE_URL."
             )
 
 

@@ -25,9 +25,9 @@ _FORMS = {
     NAME_PATTERN: "1 to 63 small letters, digits, '.', '_' and '-', beginning with a letter or digit",
     ID_PATTERN: "an id, such as model_01jd3kq8z7m4n5p6r7s8t9v0wx",
     DIGEST_PATTERN: "a digest: sha256: and 64 hexadecimal digits",
-    PATH_PATTERN: "a path below the service's root of models or texts, such as a/b (not /home/me/a/b), "
-    "with only letters, digits, and _ . @ + -. `permille up` prints these folders, and --model-root and "
-    "--corpus-root set them",
+    PATH_PATTERN: "a path below the model root or the corpus root of the service, such as a/b (not "
+    "/home/me/a/b), with only letters, digits, and _ . @ + -. `permille up` prints these folders, and "
+    "--model-root and --corpus-root set them",
     REPOSITORY_PATTERN: "a repository as owner/name",
     COMMIT_PATTERN: "a commit of 40 hexadecimal digits, from the hub's page of commits, not the name of a "
     "branch",

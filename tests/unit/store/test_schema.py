@@ -134,7 +134,9 @@ def test_a_file_of_another_program_is_refused_and_not_changed(
             theirs.execute(f"CREATE TABLE {name} (version_num TEXT)")
         path.chmod(0o644)
         before = {file: (file.read_bytes(), file.stat().st_mode) for file in tmp_path.glob("*[!m]")}
-        with pytest.raises(OperatorError, match=f"belongs to another program: it has the tables {names[0]}"):
+        with pytest.raises(
+            OperatorError, match=f"is not a database of permille: it has the tables {names[0]}"
+        ):
             migrate(f"sqlite:///{path}")
         assert {file: (file.read_bytes(), file.stat().st_mode) for file in tmp_path.glob("*[!m]")} == before
 

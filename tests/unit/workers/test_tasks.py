@@ -106,7 +106,7 @@ def test_too_little_text_to_evaluate_ends_a_quantization_before_its_work(
     (bench.root / "corpora" / "rows.jsonl").write_text('{"text": "few words"}')
     monkeypatch.delattr("permille_workers.tasks.quantization.nearest_codes")
     request = {"model_id": bench.model.id, "options": NF4, "evaluation_corpus_id": bench.corpus.id}
-    assert "The evaluation corpus is too small" in failed(bench, JobKind.QUANTIZATION, request)
+    assert "The corpus is too small" in failed(bench, JobKind.QUANTIZATION, request)
 
 
 def test_too_little_text_for_a_basis_ends_a_package_before_its_work(

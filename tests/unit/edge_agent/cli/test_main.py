@@ -272,11 +272,11 @@ def test_forget_and_unenroll_answer_in_sentences(enrolled: Agent, home: Home) ->
     enqueue(home, RUN_ID, metrics(), shared_log=b"log")
     enrolled("report")
     erased, uploaded, promise = enrolled("forget", "--yes").output.splitlines()
-    assert re.fullmatch(r"Erased \d+ files?: [\d.]+ \w+ overwritten\.", erased)
-    assert uploaded == "The service deleted your uploaded logs (1)."
+    assert re.fullmatch(r"Erased \d+ files? \([\d.]+ \w+\)\.", erased)
+    assert uploaded == "The service deleted 1 of your uploaded logs."
     assert promise.startswith("The files were overwritten once")
     words = enrolled("unenroll").output
-    assert words.startswith("The enrolment is ended at the service and on this device. ")
+    assert words.startswith("This device is no longer enrolled. You can")
 
 
 def test_unenroll_tells_the_service_or_not(enrolled: Agent, service: DeviceService) -> None:

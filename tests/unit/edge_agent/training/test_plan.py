@@ -114,7 +114,7 @@ def test_a_run_with_time_for_too_few_steps_says_how_many_minutes_to_allow(
     short = begun(1.5)
     assert forecast(short, make_plan(short)) == (
         "a step takes 40 s here: 1 step in 1.5 minutes, too few to learn from your text. "
-        "20 steps take about 15 min"
+        "Allow 20 steps with --minutes 15"
     )
     assert make_plan(begun(14.0)).total_steps < 20 <= make_plan(begun(15.0)).total_steps
 
