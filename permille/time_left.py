@@ -4,6 +4,8 @@ from typing import Final
 
 LINE_EVERY_S: Final = 30.0
 """Seconds between two lines of progress."""
+LEAST: Final = 0.05
+"""Fraction that must be done before the time left is told. The first steps, such as loading, tell little."""
 _SPANS: Final = ((86_400.0, "days"), (3_600.0, "h"), (60.0, "min"))
 
 
@@ -21,7 +23,7 @@ class TimeLeft:
         self._risen: tuple[float, float] = (0.0, 0.0)
 
     def seen(self, at_s: float, fraction: float) -> float | None:
-        """Note a report, and return the seconds left. Return None before the fraction has risen.
+        """Note a report, and return the seconds left. Return None before the fraction has risen by `LEAST`.
 
         The pace is measured up to the last report that raised the fraction. Reports with an unchanged
         fraction therefore do not change the pace.
@@ -32,7 +34,7 @@ class TimeLeft:
         elif fraction > self._risen[1]:
             self._risen = (at_s, fraction)
         (started_s, lowest), (rose_s, _) = self._first, self._risen
-        if fraction <= lowest:
+        if fraction - lowest < LEAST:
             return None
         return max(0.0, (rose_s - started_s) * (1.0 - fraction) / (fraction - lowest) - (at_s - rose_s))
 

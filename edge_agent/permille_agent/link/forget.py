@@ -257,6 +257,7 @@ def _erasable(home: Home) -> Iterator[Path]:
         home.releases,
         home.policy,
         home.registry,
+        home.serve_token,
         home.consent,
         home.ledger,
         home.consent.with_suffix(".lock"),

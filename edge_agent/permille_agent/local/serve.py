@@ -129,7 +129,7 @@ def read_or_make_access(home: Home, origins: Sequence[str] = ()) -> Access:
         InputError: an origin is not loopback.
         OperatorError: the file does not hold a token.
     """
-    path = home.root / "serve.token"
+    path = home.serve_token
     if not path.exists():
         write_atomic(path, secrets.token_urlsafe(32).encode() + b"\n", mode=0o600)
     token = path.read_bytes().strip()

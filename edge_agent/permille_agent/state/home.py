@@ -93,6 +93,7 @@ class Home:
     daemon = _Below("daemon.json")  # what the daemon did last; minutes used today
     progress = _Below("progress.json")  # progress of the running training
     reports = _Below("reports")  # reports that wait for the server, and receipts of those that were sent
+    serve_token = _Below("serve.token")  # token for the programs that use `serve`
     lock = _Below("agent.lock")  # the one lock of all writers
     daemon_lock = _Below("daemon.lock")  # held by the one daemon of this folder
     rounds_lock = _Below("rounds.lock")  # held while rounds are exchanged with the service

@@ -50,6 +50,7 @@ class Parts:
             package has no reference text.
         strength: strength of the state beside the memory, in eighths. 0 if the chosen model has not both.
         state_digest: digest of the state at this strength. None if the chosen model has not both.
+        by_losses: whether the losses decided. Of a short text, the model keeps all that spoils no answer.
     """
 
     chosen: Part
@@ -59,12 +60,14 @@ class Parts:
     general: float | None = None
     strength: int = 0
     state_digest: str | None = None
+    by_losses: bool = True
 
     def words(self) -> str:
         """Describe the choice and what it was made from, in nats per token."""
         finite = [f"{part.value} {loss:.4f}" for part, loss in self.losses.items() if loss is not None]
         words = "nothing" if self.chosen is Part.BASE else self.chosen.words
-        words += f", chosen by the losses: {', '.join(finite)}" if finite else ", untested"
+        how = "chosen by the losses" if self.by_losses else "as for any short text; the losses were"
+        words += f", {how}: {', '.join(finite)}" if finite else ", untested"
         if self.fault:
             words += f"; {'a better one' if self.chosen.has_memory else 'a memory'} would {self.fault}"
         if self.chosen.has_memory:
@@ -183,8 +186,8 @@ def choose_parts(run: Run, candidates: Candidates, loss_of: Callable[[Part], flo
 def _choose(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) -> Parts:
     found = {part: loss_of(part) for part in (Part.BASE, *candidates.parts)}
     # The last candidate is the richest one. The rule of a short text takes it.
-    order = list(reversed(candidates.parts))
-    if run.prepared.select:
+    order, by_losses = list(reversed(candidates.parts)), bool(run.prepared.select)
+    if by_losses:
         order = sorted(found, key=lambda part: found[part] if math.isfinite(found[part]) else math.inf)
     chosen, fault, general = Part.BASE, "", None
     for part in order:
@@ -207,6 +210,7 @@ def _choose(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) 
         losses={part: finite_or_none(loss) for part, loss in found.items()},
         fault=fault,
         general=general,
+        by_losses=by_losses,
     )
 
 

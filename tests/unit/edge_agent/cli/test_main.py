@@ -269,12 +269,14 @@ def test_forget_asks_and_tells_its_limits(
 
 def test_forget_and_unenroll_answer_in_sentences(enrolled: Agent, home: Home) -> None:
     (home.runs / "trace").write_text("secret")
+    home.serve_token.write_text("token")  # a server that runs goes on with it
     enqueue(home, RUN_ID, metrics(), shared_log=b"log")
     enrolled("report")
     erased, uploaded, promise = enrolled("forget", "--yes").output.splitlines()
     assert re.fullmatch(r"Erased \d+ files? \([\d.]+ \w+\)\.", erased)
     assert uploaded == "The service deleted 1 of your uploaded logs."
     assert promise.startswith("The files were overwritten once")
+    assert home.serve_token.read_text() == "token"
     words = enrolled("unenroll").output
     assert words.startswith("This device is no longer enrolled. You can")
 

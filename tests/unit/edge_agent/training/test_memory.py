@@ -104,6 +104,7 @@ def test_the_best_of_state_memory_and_both_is_judged_and_used(device: Device) ->
     assert result.outcome is Outcome.ADOPTED
     parts = decision.parts
     assert parts is not None
+    assert ", chosen by the losses: base " in parts.words()
     losses = {part: loss for part, loss in parts.losses.items() if loss is not None}
     assert set(losses) == set(Part)
     assert losses[parts.chosen] == min(losses.values())
@@ -352,6 +353,7 @@ def test_a_short_text_is_judged_with_memories_of_its_earlier_parts(device: Devic
     parts = decision_of(result).parts
     assert parts is not None
     assert parts.chosen is Part.BOTH
+    assert parts.words().startswith("state and memory, as for any short text; the losses were: base ")
     assert set(parts.losses) == set(Part)
     known = personal_memory(device.home, device.active(), device.package)
     if result.outcome is Outcome.ADOPTED:
