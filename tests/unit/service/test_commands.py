@@ -322,7 +322,7 @@ def test_what_is_wrong_with_a_request_is_said_without_patterns() -> None:
     neither = {"location": "body", "message": "Value error, Give either a mask or an adapter"}
     assert in_words([neither]).endswith("--adapter, or for a mask --corpus (of `packages create`: --mask)")
     path = {"location": "body.source.folder.path", "message": f"String should match pattern '{PATH_PATTERN}'"}
-    assert in_words([path]).startswith("--folder must be a path below the service's root")
+    assert in_words([path]).startswith("--folder must be a path below the model root or the corpus root")
     commit = {
         "location": "body.source.hub.commit",
         "message": f"String should match pattern '{COMMIT_PATTERN}'",
