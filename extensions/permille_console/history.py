@@ -20,6 +20,7 @@ from permille.schemas.runs import Outcome
 from permille.store import artifacts, audit, rows, runs, tables
 from permille.store.fleet.versions import results
 from permille.store.jobs import queue
+from permille.time_left import span
 from permille_console import work
 from permille_console.masks import MaskEvidence
 from permille_console.names import choices_of, known_names, lines_of, names_of, page_at
@@ -33,7 +34,6 @@ from permille_console.rendering import (
     percent,
     short,
     size,
-    span,
 )
 from permille_service.jobs import records
 from permille_service.parameters import MomentPaging, NumberPaging, Paging, RunId, page_of

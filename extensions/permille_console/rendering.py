@@ -21,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from permille.schemas.access import Role
 from permille.schemas.problems import Problem
+from permille.time_left import span
 from permille_console import assets, sign_in
 from permille_console.extension import console_extensions
 from permille_service import problems
@@ -38,7 +39,6 @@ HEADERS: Final = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_SPANS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -206,19 +206,6 @@ def ago(then: datetime | None) -> str:
 def moment(then: datetime) -> str:
     """Format a point in time as date and time in UTC."""
     return f"{then:%Y-%m-%d %H:%M:%S} UTC"
-
-
-def span(seconds: float) -> str:
-    """Format a duration in its largest unit.
-
-    Example:
-        >>> span(5400.0)
-        '2 h'
-    """
-    for length, unit in _SPANS:
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def size(value: float | None) -> str:

@@ -282,9 +282,6 @@ def forget(
     words = sentences(
         _erased_words(erased),
         f"The service deleted {deleted} of your uploaded logs." if deleted else "",
-        f"{waiting} are still there. `permille-agent report` asks for their deletion again."
-        if waiting
-        else "",
         f"You left {left} federation{'s' * (left != 1)}. {knows}" if left else "",
         PROMISE,
     )

@@ -222,9 +222,8 @@ def offer_of(row: Rollout) -> Offer | None:
     It needs none for a draft, for a rollout that was stopped as a draft, and for a rollout that is done or
     reverted. Devices then follow the alias. Raises ValueError if the state is unknown.
     """
-    if (
-        RolloutState(row.state) not in _LISTED or row.opened_at is None
-    ):  # `opened_at` is None if it was stopped as a draft
+    # `opened_at` is None if it was stopped as a draft.
+    if RolloutState(row.state) not in _LISTED or row.opened_at is None:
         return None
     document: dict[str, Any] = {**_offer_fields(row, Choice()), "choice": row.choice, "window": row.window}
     return Offer.parse(document)
