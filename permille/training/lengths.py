@@ -20,7 +20,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from permille.training.reference import Reference
 from permille.zo.estimators import Batch, Descent, estimate
 from permille.zo.header import DirectionKind, LogHeader, Schedule
 from permille.zo.lattice import values
-from permille.zo.steps import apply_record, take_step
+from permille.zo.steps import apply_record, rounded_step, take_step
 
 QUERIES = 16  # directions of a step, as on a device
 PROBES = 2  # rows on which projected gradients are compared
@@ -95,6 +95,8 @@ class _Trials:
     judge: list[Batch]
     known: Path | None
     progress: Callable[[str], None]
+    at_base: dict[tuple[float, int], tuple[float, NDArray[np.float64]]] = field(default_factory=dict)
+    """Estimates at the base, by length of the perturbation and step. Trials of all steps begin with one."""
 
     def perturbation(self) -> float:
         """Return the length of a perturbation."""
@@ -159,19 +161,27 @@ class _Trials:
 
     def _projected(self, perturbation: float) -> NDArray[np.float64]:
         """Return projected gradients at the base, along the same directions for each length."""
-        descent, s_K = self._descent(perturbation, STEP), np.zeros(self.package.k, np.int64)
-        rows = enumerate(self.train[:PROBES])
-        return np.concatenate([estimate(self.engine, row, descent, s_K, step)[1] for step, row in rows])
+        probes = range(len(self.train[:PROBES]))
+        return np.concatenate([self._estimate_at_base(perturbation, step)[1] for step in probes])
+
+    def _estimate_at_base(self, perturbation: float, step: int) -> tuple[float, NDArray[np.float64]]:
+        if (perturbation, step) not in self.at_base:
+            # The length of steps has no effect on an estimate at the base.
+            descent, s_K = self._descent(perturbation, STEP), np.zeros(self.package.k, np.int64)
+            row = self.train[step]
+            self.at_base[perturbation, step] = estimate(self.engine, row, descent, s_K, step)
+        return self.at_base[perturbation, step]
 
     def _loss(self, perturbation: float, length: float) -> float:
         """Return the loss after the steps of a trial."""
         # All trials have the same directions, so that only the length differs.
         descent, s_K = self._descent(perturbation, length), np.zeros(self.package.k, np.int64)
-        for step in range(STEPS):
+        first = self._estimate_at_base(perturbation, 0)
+        apply_record(s_K, rounded_step(*first, descent.header, 0, normalised=True), descent.header)
+        for step in range(1, STEPS):
             row = self.train[step % len(self.train)]
-            apply_record(
-                s_K, take_step(self.engine, row, descent, s_K, step, normalised=True), descent.header
-            )
+            record = take_step(self.engine, row, descent, s_K, step, normalised=True)
+            apply_record(s_K, record, descent.header)
         values_K = values(descent.w_base_K, s_K, descent.header.step_unit_exponent)
         losses = [self.engine.token_losses(values_K, row).mean(dtype=np.float64) for row in self.judge]
         return float(np.mean(losses))
