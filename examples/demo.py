@@ -280,9 +280,11 @@ def summary(package: dict[str, Any], trained: dict[str, Any], log_bytes: int) ->
     base, state, personal = (decision[f"loss_{name}"] for name in ("base", "state", "personal"))
     memory = f", {personal:.3f} with the memory" if personal != state else ""
     general, after = metrics["general_loss_base"], metrics["general_loss_personal"]
+    beside = (decision["parts"] or {}).get("general")
+    general_beside = "" if beside is None else f", {beside:.3f} with the memory"
     return (
         f"demo: held-out loss {base:.3f} -> {state:.3f} ({100 * (base - state) / base:.1f}% lower){memory}, "
-        f"general loss {general:.3f} -> {after:.3f}, package {package['size_bytes']} bytes, "
+        f"general loss {general:.3f} -> {after:.3f}{general_beside}, package {package['size_bytes']} bytes, "
         + (f"zeroth-order log {log_bytes} bytes, replay exact" if log_bytes else "no zeroth-order log")
     )
 

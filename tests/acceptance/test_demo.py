@@ -16,7 +16,8 @@ from tests.running_service import environment
 LINE = re.compile(
     r"demo: held-out loss (?P<base>[\d.]+) -> (?P<personal>[\d.]+) \([\d.]+% lower\)"
     r"(, [\d.]+ with the memory)?, "
-    r"general loss (?P<general>[\d.]+) -> (?P<after>[\d.]+), package \d+ bytes, "
+    r"general loss (?P<general>[\d.]+) -> (?P<after>[\d.]+)(, [\d.]+ with the memory)?, "
+    r"package \d+ bytes, "
     r"(zeroth-order log \d+ bytes, replay exact|no zeroth-order log)"
 )
 KEEP_GENERAL = 0.1

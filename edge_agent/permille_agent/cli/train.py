@@ -351,7 +351,7 @@ def _render(console: Console, result: "RunResult", log: "Delivery", in_use: bool
         table.add_row("against the active model", str(decision.against_active))
     if decision.rows:
         table.add_row("measured on", decision.rows)
-    if decision.general is not None or decision.against_base is not None:
+    if decision.general is not None or decision.against_base is not None or decision.parts is not None:
         table.add_row("general loss", general_words(decision.general, decision.parts))
     if decision.answers:
         table.add_row("asked", "; ".join(answer.prompt for answer in decision.answers))

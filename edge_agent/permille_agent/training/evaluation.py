@@ -111,7 +111,7 @@ class GeneralLoss:
 
     Attributes:
         loss_base: loss of the base model.
-        loss: loss of the base with the state at the strength that is kept, or at one eighth if none is.
+        loss: loss of the trained model. A state has the strength that is kept, or one eighth if none is.
     """
 
     loss_base: float | None
@@ -119,7 +119,7 @@ class GeneralLoss:
 
     @property
     def rise(self) -> float | None:
-        """Rise of the loss that the state causes, in nats per token."""
+        """Rise of the loss above that of the base, in nats per token."""
         return None if self.loss is None or self.loss_base is None else self.loss - self.loss_base
 
     def __str__(self) -> str:

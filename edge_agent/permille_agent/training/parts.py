@@ -48,6 +48,7 @@ class Parts:
             ...?"`. "" if none.
         general: loss on general text with the memory on. None if the chosen model has no memory, or the
             package has no reference text.
+        general_base: loss of the base on the same text.
         strength: strength of the state beside the memory, in eighths. 0 if the chosen model has not both.
         state_digest: digest of the state at this strength. None if the chosen model has not both.
         by_losses: whether the losses decided. Of a short text, the model keeps all that spoils no answer.
@@ -58,6 +59,7 @@ class Parts:
     losses: Mapping[Part, float | None]
     fault: str = ""
     general: float | None = None
+    general_base: float | None = None
     strength: int = 0
     state_digest: str | None = None
     by_losses: bool = True
@@ -74,23 +76,24 @@ class Parts:
             words += f"; the memory has {self.tokens} positions"
         if self.strength:
             words += f", and {self.strength}/{EIGHTHS} of what was trained are kept beside it"
-        if self.general is not None:
-            words += f"; general loss with it {self.general:.4f}"
         return words
 
 
 def general_words(off: GeneralLoss | None, parts: Parts | None) -> str:
-    """Describe the loss on general text with the memory off, or say why it was not measured.
+    """Describe the loss on general text with the memory off and on, or say why it was not measured.
 
     Args:
         off: losses of the base and of the state alone.
         parts: choice among state and memory. None if the run made no memory.
     """
+    words = "not measured, because the package has no reference text"
     if off is not None:
-        return f"{off}{'' if parts is None else ', with the state alone'}"
-    if parts is not None and not parts.chosen.has_state:
-        return "that of the base with the memory off, because the model has no state"
-    return "not measured, because the package has no reference text"
+        words = f"{off}{'' if parts is None else ', with the state alone'}"
+    elif parts is not None and not parts.chosen.has_state:
+        words = "that of the base with the memory off, because the model has no state"
+    if parts is not None and parts.general is not None:
+        words += f"; {GeneralLoss(loss_base=parts.general_base, loss=parts.general)}, with the memory"
+    return words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -189,7 +192,7 @@ def _choose(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) 
     order, by_losses = list(reversed(candidates.parts)), bool(run.prepared.select)
     if by_losses:
         order = sorted(found, key=lambda part: found[part] if math.isfinite(found[part]) else math.inf)
-    chosen, fault, general = Part.BASE, "", None
+    chosen, fault, general, general_base = Part.BASE, "", None, None
     for part in order:
         found_fault = _fault(run, candidates.whole(part), told=bool(fault)) if part.has_memory else ""
         if not found_fault:
@@ -199,6 +202,8 @@ def _choose(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) 
     if chosen.has_memory:
         if run.reference is not None:
             general = finite_or_none(run.reference.loss(*candidates.whole(chosen)))
+            with closing(package_tokenizer(run.package)) as tokenizer:
+                general_base = known_base(run, tokenizer).loss
         # Store the memory before the choice, so that no choice refers to a missing file.
         store_memory(run.folder, candidates.memory(chosen))
     both = candidates.state(Part.BOTH) if chosen is Part.BOTH else None
@@ -210,6 +215,7 @@ def _choose(run: Run, candidates: Candidates, loss_of: Callable[[Part], float]) 
         losses={part: finite_or_none(loss) for part, loss in found.items()},
         fault=fault,
         general=general,
+        general_base=general_base,
         by_losses=by_losses,
     )
 

@@ -545,7 +545,7 @@ def test_commands_say_of_an_untested_memory_only_what_was_measured(
     for side in (run_command(device, "compare"), run_command(device, "compare", "--data", *texts)):
         assert "no reference text" not in side
         assert "loss on general text: that of the base with the memory off" in side
-        assert "general loss with it 2.0000" in side
+        assert "2.0000 of the base -> 2.0000 (+0.0000 nats per token), with the memory" in side
     side = run_command(device, "compare")
     assert "loss per token" not in side
     assert "None" not in side
