@@ -102,7 +102,7 @@ def _tuned(records: Sequence[Json]) -> list[dict[str, str]]:
                 edge = ", on the grid's edge" if any(record["on_edge"] for record in own) else ""
                 rows.append(
                     {
-                        "method": method if own[0]["queries"] == 1 else f"{method}, 16 directions",
+                        "method": _named(method, own[0]["queries"]),
                         "task": f"{unit.task}, {own[0]['base']}",
                         "step factor": f"{own[0]['tuned_step_factor']:g}{edge}",
                         "seeds": str(len(own)),
@@ -122,12 +122,17 @@ def _searches(folder: Path) -> list[dict[str, str]]:
         for tuning in found:
             _, base, method, task = tuning["key"].split("/")
             losses = {middle * factor ** int(power): loss for power, loss in tuning["losses"].items()}
+            method = _named(method, unit.choices["queries"])
             searches.append(({"method": method, "task": f"{task}, {base}"}, losses))
     factors = sorted({factor for _, losses in searches for factor in losses})
     return [
         own | {f"{each:g}": "" if losses.get(each) is None else f"{losses[each]:.2f}" for each in factors}
         for own, losses in searches
     ]
+
+
+def _named(method: str, queries: int) -> str:
+    return method if queries == 1 else f"{method}, {queries} directions"
 
 
 def _plain(records: Sequence[Json], stage: str) -> list[dict[str, str]]:
