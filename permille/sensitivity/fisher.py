@@ -13,14 +13,15 @@ may be in a mapped file. Each gradient is squared and freed as soon as autograd 
 other layers are recomputed.
 
 Squared gradients are summed in shards of sequences (`shard_ranges`), and the sums of the shards are added in
-their order. So one process and sixteen workers get the same bits from the same gradients. The only exception
-is a model on a GPU with more than 1,024 sequences (`join_shards`). A stopped job continues after its last
-finished shard.
+their order. So one process and sixteen workers get the same bits from the same gradients. A stopped job loses
+about a minute of work (`SAVE_EVERY_S`), and its scores have the same bits as without the stop.
 """
 
 import contextlib
 import functools
 import hashlib
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -36,7 +37,6 @@ from permille.models.layerwise import DecoderLayer
 from permille.sensitivity.backward import check_sequences, check_tokens, differentiable, sequence_loss
 from permille.sensitivity.scores import (
     IN_MEMORY_BYTES,
-    SHARD_SEQUENCES,
     PartialSums,
     Scores,
     Shapes,
@@ -53,8 +53,12 @@ if TYPE_CHECKING:
 AnyModel: TypeAlias = "PreTrainedModel | StreamedModel"
 
 
+SAVE_EVERY_S = 60.0
+"""Seconds of work between two savings of the sums. Of a `StreamedModel`, a pass is finished first."""
+_SAVING_SHARE = 10  # saving takes at most one part in ten of the time, even of large sums on a slow disk
+
 # Called after each sequence with the number of sequences done and their total. An exception stops the work,
-# and the sum of the finished shards stays in the `resume` folder.
+# and the sums that were saved last stay in the `resume` folder.
 Progress: TypeAlias = Callable[[int, int], None]
 
 
@@ -77,8 +81,8 @@ def fisher_scores(
         scope: the layers to score: "all", "attention", "mlp", or a range of layers such as "layers:4-7".
         progress: called after each sequence.
         spill_dir: the folder for scores larger than 4 GiB, which are mapped. None keeps them in memory.
-        resume: a folder that keeps the sum after each shard. A second call with the same model, sequences and
-            scope continues from there.
+        resume: a folder that keeps the sums after each shard, and about once a minute. A second call with the
+            same model, sequences and scope continues from there.
 
     Raises:
         InputError: a weight, loss or gradient is not finite (the message names it), or a token is outside of
@@ -95,7 +99,8 @@ def fisher_scores(
     partial = total if len(shards) == 1 else zero_scores(shapes, spill_dir=spill_dir)
     for index, shard in enumerate(shards[finished:], start=finished):
         report = None if progress is None else _offset(progress, shard.start, len(sequences_NT))
-        add_shard(model, sequences_NT[shard.start : shard.stop], partial, first=shard.start, progress=report)
+        tokens_NT = sequences_NT[shard.start : shard.stop]
+        _add_saved(model, tokens_NT, partial, sums.within(index), first=shard.start, progress=report)
         if partial is not total:
             merge(total, partial)
             partial.flat[:] = 0
@@ -116,23 +121,37 @@ def shard_sums(
 ) -> Scores:
     """Sum the squared gradients of one shard, for `join_shards`.
 
-    Arguments and errors are those of `fisher_scores`. If `resume` is given and the shard has more than 16
-    sequences, the sum so far is stored there after every 16 sequences.
+    Arguments and errors are those of `fisher_scores`.
     """
     shapes = scope_shapes(model, scope)
     check_model(model)
     tokens_NT = sequences_NT[shard.start : shard.stop]
-    pieces = range(0, len(tokens_NT), SHARD_SEQUENCES)
-    folder = resume if len(pieces) > 1 else None
-    sums = PartialSums.open(folder, fingerprint=_fingerprint(model, tokens_NT, shapes) if folder else "")
+    sums = PartialSums.open(resume, fingerprint=_fingerprint(model, tokens_NT, shapes) if resume else "")
     total = zero_scores(shapes, spill_dir=spill_dir)
-    finished = sums.load_into(total)
-    for index, start in enumerate(pieces[finished:], start=finished):
-        report = None if progress is None else _offset(progress, start, len(tokens_NT))
-        piece_NT = tokens_NT[start : start + SHARD_SEQUENCES]
-        add_shard(model, piece_NT, total, first=shard.start + start, progress=report)
-        sums.save(total, index + 1)
+    report = None if progress is None else _offset(progress, 0, len(tokens_NT))
+    _add_saved(model, tokens_NT, total, sums, first=shard.start, progress=report)
     return total
+
+
+def _add_saved(
+    model: AnyModel,
+    tokens_NT: NDArray[np.int64],
+    sums: Scores,
+    saved: PartialSums,
+    *,
+    first: int,
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Add g^2 of the sequences to `sums`, which are 0, or continue from those that were saved."""
+    done, wait_s = saved.load_into(sums), SAVE_EVERY_S
+    while done < len(tokens_NT):
+        report = None if progress is None else functools.partial(_beside, progress, done)
+        due_s = time.monotonic() + wait_s if saved.folder is not None else math.inf
+        done += add_shard(model, tokens_NT[done:], sums, first=first + done, progress=report, until_s=due_s)
+        if done < len(tokens_NT):
+            began_s = time.monotonic()
+            saved.save(sums, done)
+            wait_s = max(SAVE_EVERY_S, _SAVING_SHARE * (time.monotonic() - began_s))
 
 
 def scope_shapes(model: AnyModel, scope: str) -> Shapes:
@@ -171,18 +190,20 @@ def add_shard(
     *,
     first: int = 0,
     progress: Callable[[int], None] | None = None,
-) -> None:
-    """Add g^2 of each sequence to `sums`, in their order.
+    until_s: float = math.inf,
+) -> int:
+    """Add g^2 of each sequence to `sums`, in their order, and return the number of sequences.
 
     Args:
         first: the number of the first sequence, for messages.
+        until_s: the time, as of `time.monotonic`, after which no other sequence or pass begins. At least one
+            is finished.
 
     Raises:
         InputError: as for `fisher_scores`.
     """
     if isinstance(model, StreamedModel):
-        _add_streamed(model, sequences_NT, sums, first, progress)
-        return
+        return _add_streamed(model, sequences_NT, sums, first, progress, until_s)
     check_sequences(model, sequences_NT)
     with differentiable(model, list(sums)), _sums_beside(model.device, sums) as sum_of:
         for index, tokens_T in enumerate(sequences_NT):
@@ -191,6 +212,9 @@ def add_shard(
                 sequence_loss(model, tokens_T, first + index).backward()  # type: ignore[no-untyped-call]
             if progress is not None:
                 progress(index + 1)
+            if time.monotonic() >= until_s:
+                return index + 1
+    return len(sequences_NT)
 
 
 def _add_streamed(
@@ -199,7 +223,8 @@ def _add_streamed(
     sums: Scores,
     first: int,
     progress: Callable[[int], None] | None,
-) -> None:
+    until_s: float,
+) -> int:
     checkpoint = model.stream.checkpoint
     check_tokens(shape_of(checkpoint.config).vocabulary, sequences_NT)
 
@@ -208,7 +233,7 @@ def _add_streamed(
         parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         return _squares_into(parameters, functools.partial(_shared, sums), first + sequence)
 
-    backward_by_layer(model, sequences_NT, list(sums), watched, progress=progress)
+    return backward_by_layer(model, sequences_NT, list(sums), watched, progress=progress, until_s=until_s)
 
 
 def _not_finite(name: str) -> InputError:
@@ -227,10 +252,11 @@ def _sums_beside(device: torch.device, sums: Scores) -> Iterator[Callable[[str],
     if not _holds_sums(device, sums):
         yield functools.partial(_shared, sums)
         return
-    beside = {name: torch.zeros(shape, device=device) for name, shape in sums.shapes}
+    # They start from `sums`, so that a pause does not change how the squares are grouped.
+    beside = {name: _shared(sums, name).to(device, copy=True) for name in sums}
     yield beside.__getitem__
     for name, sum_NK in beside.items():
-        _shared(sums, name).add_(sum_NK.cpu())
+        _shared(sums, name).copy_(sum_NK)
 
 
 def _holds_sums(device: torch.device, sums: Scores) -> bool:
@@ -281,10 +307,14 @@ def _offset(progress: Progress, start: int, total: int) -> Callable[[int], None]
     return lambda done: progress(start + done, total)
 
 
+def _beside(progress: Callable[[int], None], before: int, done: int) -> None:
+    progress(before + done)
+
+
 def _fingerprint(model: AnyModel, sequences_NT: NDArray[np.int64], shapes: Shapes) -> str:
-    """Return a name for the sum: a hash of weights, sequences, scope and shard size."""
+    """Return a name for the sum: a hash of weights, sequences and scope."""
     # A call must not continue from the sum of other weights or sequences, so the hash covers both.
-    state = hashlib.sha256(f"permille-fisher-1 {SHARD_SEQUENCES} {sequences_NT.shape} {shapes}".encode())
+    state = hashlib.sha256(f"permille-fisher-2 {sequences_NT.shape} {shapes}".encode())
     state.update(np.ascontiguousarray(sequences_NT).astype("<i8", copy=False).data)
     if isinstance(model, StreamedModel):
         state.update(f"{model.stream.checkpoint.digest()} {model.stream.dtype}".encode())

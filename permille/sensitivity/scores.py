@@ -139,11 +139,11 @@ def load_scores(path: Path) -> Scores:
 
 @dataclass(frozen=True, slots=True)
 class PartialSums:
-    """The sum of the finished shards of a stopped job, in a folder.
+    """The sum of a stopped job, in a folder.
 
-    A job has one file `<fingerprint>-<shards>.safetensors`. A new file is whole before the old one is
-    removed. The sum of another job has another fingerprint, and is neither used nor touched. Without a
-    folder, nothing is kept.
+    A sum has one file `<fingerprint>-<done>.safetensors`, where `done` counts shards, or sequences of a
+    shard. A new file is whole before the old one is removed. The sum of another job has another fingerprint,
+    and is neither used nor touched. Without a folder, nothing is kept.
     """
 
     folder: Path | None
@@ -156,8 +156,12 @@ class PartialSums:
             folder.mkdir(parents=True, exist_ok=True)
         return cls(folder, fingerprint)
 
+    def within(self, shard: int) -> "PartialSums":
+        """Return the sums of the sequences of a shard, which is not finished yet."""
+        return PartialSums(self.folder, f"{self.fingerprint}-{shard}")
+
     def load_into(self, total: Scores) -> int:
-        """Copy the newest sum into `total`, and return the number of its shards.
+        """Copy the newest sum into `total`, and return what it counts.
 
         If there is no sum, return 0 and leave `total` unchanged.
 
@@ -167,23 +171,23 @@ class PartialSums:
         found = self._found()
         if not found:
             return 0
-        shards, path = max(found.items())
+        done, path = max(found.items())
         saved = load_scores(path)
         if saved.shapes != total.shapes:
             raise InputError(f"{path} has the sums of other tensors. Remove it to begin again.")
         for name in total:
             np.copyto(total[name], saved[name])
-        return shards
+        return done
 
-    def save(self, total: Scores, shards: int) -> None:
-        """Store the sum of the first `shards` shards, then remove the older sum."""
+    def save(self, total: Scores, done: int) -> None:
+        """Store the sum, then remove the older ones, also those `within` a shard."""
         if self.folder is None:
             return
-        older = self._found()
         # The new sum is durable before the old one goes, so a kill at any moment leaves one of them.
-        save_scores(self.folder / f"{self.fingerprint}-{shards}.safetensors", total)
-        for number, path in older.items():
-            if number != shards:
+        new = self.folder / f"{self.fingerprint}-{done}.safetensors"
+        save_scores(new, total)
+        for path in self.folder.glob(f"{self.fingerprint}-*.safetensors"):
+            if path != new:
                 path.unlink()
 
     def _found(self) -> dict[int, Path]:
@@ -224,7 +228,6 @@ def shard_ranges(sequences: int) -> list[range]:
     """
     if sequences < 1:
         raise InputError(f"Scores need at least 1 sequence, got {sequences}.")
-    # Take a multiple of 16, because `shard_sums` adds up a shard in pieces of 16.
     size = SHARD_SEQUENCES * max(1, -(-sequences // (SHARD_SEQUENCES * _MOST_SHARDS)))
     return [range(start, min(start + size, sequences)) for start in range(0, sequences, size)]
 
@@ -232,9 +235,7 @@ def shard_ranges(sequences: int) -> list[range]:
 def join_shards(paths: Sequence[Path], sequences: int, *, spill_dir: Path | None = None) -> Scores:
     """Add up the sums of all shards, and return the scores.
 
-    The scores have the same bits as in `fisher_scores`. There is one exception: a model in memory on a
-    GPU, scores of at most 4 GiB, and more than 1,024 sequences. Then `shard_sums` starts a new sum after
-    every 16 sequences, but `fisher_scores` only after every shard.
+    The scores have the same bits as in `fisher_scores`.
 
     Args:
         paths: the files with the sums, in the order of the shards.

@@ -10,6 +10,8 @@ number of sequences in a pass changes neither gradients nor sums, because each l
 a time, in their order.
 """
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -50,13 +52,15 @@ def backward_by_layer(
     watched: Watched,
     *,
     progress: Callable[[int], None] | None = None,
-) -> None:
-    """Differentiate the loss of each sequence with respect to the named weights.
+    until_s: float = math.inf,
+) -> int:
+    """Differentiate the losses of sequences with respect to the named weights. Return their number.
 
     Args:
         watched: returns a context around the reverse pass of each layer and sequence. Within a pass,
             the layers come from the last one down, and for each layer the sequences of the pass in order.
         progress: called with the number of sequences done. Within a pass, the number grows with the layers.
+        until_s: the time, as of `time.monotonic`, after which no other pass begins. At least one is finished.
 
     Raises:
         InputError: a loss is not finite.
@@ -64,6 +68,9 @@ def backward_by_layer(
     size = model.sequences_a_pass(sequences_NT.shape[1])
     for start in range(0, len(sequences_NT), size):
         _Pass(model.stream, sequences_NT[start : start + size], names, start, progress).run(watched)
+        if time.monotonic() >= until_s:
+            return min(start + size, len(sequences_NT))
+    return len(sequences_NT)
 
 
 class _Pass:

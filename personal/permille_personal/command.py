@@ -58,7 +58,7 @@ class Part(StrEnum):
 
 KEPT = {
     None: "what earlier runs have finished",
-    Part.MASK: "the scores of whole groups of 16 sequences of the public text",
+    Part.MASK: "the scores, except for about the last minute of work",
     Part.WEIGHTS: "the mask",
     Part.PACKAGE: "the mask and the weights",
     Part.TRAINING: "the package and the finished steps",

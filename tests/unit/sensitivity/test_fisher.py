@@ -204,24 +204,73 @@ def test_a_cancelled_job_goes_on_after_its_last_whole_shard_with_the_same_bits(t
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_long_shard_goes_on_after_its_last_sixteen_sequences_with_the_same_bits(tmp_path: Path) -> None:
-    model, tokens_NT = tiny(), sequences(50)
-
-    def stop_at_39(done: int, total: int) -> None:
-        assert total == 42
-        if done == 39:
+def stop_at(last: int) -> Any:
+    def progress(done: int, total: int) -> None:
+        if done == last:
             raise StopError
 
+    return progress
+
+
+@pytest.mark.parametrize("n", [12, 40])  # one shard, and three
+def test_a_slow_job_goes_on_within_a_shard_with_the_same_bits(
+    n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens_NT = tiny(), sequences(n)
+    monkeypatch.setattr(fisher, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(fisher, "_SAVING_SHARE", 0)
     with pytest.raises(StopError):
-        shard_sums(model, tokens_NT, range(8, 50), progress=stop_at_39, resume=tmp_path)
+        fisher_scores(model, tokens_NT, progress=stop_at(n - 2), resume=tmp_path)
+    seen: list[int] = []
+    resumed = fisher_scores(model, tokens_NT, progress=lambda done, total: seen.append(done), resume=tmp_path)
+    assert seen == list(range(n - 2, n + 1))
+    assert resumed.flat.tobytes() == fisher_scores(model, tokens_NT).flat.tobytes()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_fast_job_saves_no_sum_within_a_shard(tmp_path: Path) -> None:
+    with pytest.raises(StopError):
+        fisher_scores(tiny(), sequences(), progress=stop_at(4), resume=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("on_the_device", [False, True])
+def test_a_slow_shard_goes_on_with_the_same_bits(
+    on_the_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens_NT = tiny(), sequences(50)
+    monkeypatch.setattr(fisher, "_holds_sums", lambda *_: on_the_device)
+    sums = zero_scores(scope_shapes(model, "all"))
+    add_shard(model, tokens_NT[8:50], sums)
+    monkeypatch.setattr(fisher, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(fisher, "_SAVING_SHARE", 0)
+    with pytest.raises(StopError):
+        shard_sums(model, tokens_NT, range(8, 50), progress=stop_at(39), resume=tmp_path)
     seen: list[int] = []
     again = shard_sums(
         model, tokens_NT, range(8, 50), progress=lambda done, total: seen.append(done), resume=tmp_path
     )
-    assert seen == list(range(33, 43))
-    sums = zero_scores(scope_shapes(model, "all"))
-    add_shard(model, tokens_NT[8:50], sums)
+    assert seen == list(range(39, 43))
     assert again.flat.tobytes() == sums.flat.tobytes()
+
+
+def test_a_slow_streamed_model_saves_its_sums_after_a_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny()
+    model.save_pretrained(tmp_path / "model")
+    stream = LayerStream(Checkpoint(tmp_path / "model"))
+    two_a_pass = StreamedModel(stream=stream, hidden_bytes=2 * 4 * 9 * 16 * (3 + 2))
+    monkeypatch.setattr(fisher, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(fisher, "_SAVING_SHARE", 0)
+    with pytest.raises(StopError):
+        fisher_scores(two_a_pass, sequences(), progress=stop_at(4), resume=tmp_path / "sums")
+    seen: list[int] = []
+    scores = fisher_scores(
+        two_a_pass, sequences(), progress=lambda done, total: seen.append(done), resume=tmp_path / "sums"
+    )
+    assert (min(seen), max(seen)) == (2, 5)  # a pass tells its progress after each layer
+    assert scores.flat.tobytes() == fisher_scores(model, sequences()).flat.tobytes()
 
 
 def test_sums_of_other_sequences_weights_or_scopes_are_not_resumed(tmp_path: Path) -> None:
