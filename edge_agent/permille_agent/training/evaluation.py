@@ -179,6 +179,7 @@ def known_base(run: Run, tokenizer: TextTokenizer) -> KnownBase:
         known = read_record(path, KnownBase)
         if known is not None and replace(known, loss=None, answers=unknown.answers) == unknown:
             return known
+    run.progress.phase("measuring the base, once for all runs: its general loss and its answers")
     loss = 0.0 if run.reference is None else run.reference.loss(run.engine, run.w_base_K)
     answers = base_answers(run.engine, run.w_base_K, tokenizer)
     known = replace(unknown, loss=finite_or_none(loss), answers=answers)
@@ -203,8 +204,8 @@ def keep_general(run: Run, s_K: NDArray[np.int64], step_unit_exponent: int) -> K
         return reference.loss(run.engine, values_K) if reference is not None else 0.0
 
     def choose(tokenizer: TextTokenizer) -> Kept:
-        run.progress.phase("measuring the loss on general text, and asking general questions")
         base = known_base(run, tokenizer)
+        run.progress.phase("measuring the loss on general text, and asking general questions")
         loss_base = math.nan if base.loss is None else base.loss
         answers: dict[int, tuple[Sample, ...]] = {}
 

@@ -225,7 +225,8 @@ def _fault(run: Run, model: Model, *, told: bool) -> str:
 
     With `told`, the phase is not named again.
     """
-    if not told:
-        run.progress.phase("asking general questions, with the memory")
     with closing(package_tokenizer(run.package)) as tokenizer:
-        return compare_answers(*model, tokenizer, known_base(run, tokenizer).answers)[1]
+        base = known_base(run, tokenizer)
+        if not told:
+            run.progress.phase("asking general questions, with the memory")
+        return compare_answers(*model, tokenizer, base.answers)[1]

@@ -257,6 +257,8 @@ def _pace(run: Run, epsilon: float) -> Pace:
     descent = run.descent(seed=0, epsilon=epsilon, total_steps=3)
     s_K, start_K = np.zeros(run.package.k, dtype=np.int64), run.first_values()
 
+    run.progress.phase("measuring how long a step takes here")
+
     def step_s(step: int) -> float:
         start = run.clock.seconds()
         if run.options.has_log:

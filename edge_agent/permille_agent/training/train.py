@@ -378,6 +378,7 @@ class _Task:
         """Open the active model. A model of another package gets its own engine."""
         package = self.package
         if active.package != package.digest:
+            self.context.progress.phase("loading the model in use, which has another package")
             package = Package.open(BlobFolder(self.home.blobs), active.package)
             engine_of = self.context.engine_of
             engine_of = engine_of.for_any_package() if isinstance(engine_of, EngineChoice) else engine_of

@@ -130,6 +130,7 @@ def test_the_forecast_is_told_before_the_first_step(package: Package, tmp_path: 
         package, BigramEngine(package), user_text(tmp_path), tmp_path / "runs/a", steps=None, minutes=0.05
     )
     make_plan(Run(**{name: getattr(run, name) for name in Run.__dataclass_fields__} | {"progress": told}))
+    assert told.phases[:2] == ["measuring the first loss", "measuring how long a step takes here"]
     assert told.phases[-1].startswith("a step takes ")
     assert RunFolder(tmp_path / "runs/a").journal(0).exists() is False
 
