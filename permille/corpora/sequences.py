@@ -77,8 +77,8 @@ def token_sequences(
         passed = f" beside the {skip} that are passed over" if skip else ""
         passed += ", each within one text, as this model reads them" if tokenizer.bos else ""
         raise InputError(
-            f"The corpus has {len(best)} sequences of {length} tokens{passed}, but {n} are needed. Ask for "
-            "fewer or shorter sequences, or give more text."
+            f"The corpus has {len(best)} sequences of {length} tokens{passed}, but {n} are needed. Add text "
+            "to the corpus."
         )
     return np.stack([tokens for _, _, tokens in sorted(best, key=lambda item: -item[1])])
 

@@ -129,7 +129,7 @@ def test_sequences_are_no_longer_than_the_positions_of_the_model(texts: list[str
         (lambda: permille.sensitivity_mask(permille.load_model(MODEL), [b"x"]), "not bytes"),  # type: ignore[list-item]
         (
             lambda: permille.sensitivity_mask(permille.load_model(MODEL), ["short"]),
-            "Ask for fewer or",
+            "Add text to the corpus",
         ),
         (lambda: permille.sensitivity_mask(permille.load_model(MODEL), ["short"], density=2), "got 2"),
         (lambda: permille.sensitivity_mask(str(MODEL), ["a text"]), "Pass a model from"),  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_mistakes_are_told(call: object, words: str) -> None:
         call()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("texts", "words"), [("one text", "a list of"), (["short"], "Ask for fewer")])
+@pytest.mark.parametrize(("texts", "words"), [("one text", "a list of"), (["short"], "Add text")])
 def test_texts_are_refused_before_anything_is_quantized(texts: list[str], words: str, tmp_path: Path) -> None:
     mask = permille.ChosenMask(indices={}, method="random", density=0.1)
     with pytest.raises(InputError, match=words):
