@@ -127,8 +127,9 @@ class TextTokenizer:
         """
         if not self.can_chat:
             raise InputError(
-                "This model has no chat template, so it cannot chat. Continue a text with `permille-agent "
-                "generate`, or install a package that was made from an instruct model."
+                "This model has no chat template, so it cannot chat. It can continue a text: with "
+                "`permille-agent generate` without --chat, or with /v1/completions of `serve`. "
+                "To chat, install a package that was made from an instruct model."
             )
 
     def prompt(self, text: str) -> NDArray[np.int64]:

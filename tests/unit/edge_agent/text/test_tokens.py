@@ -137,7 +137,7 @@ def test_the_templates_end_of_turn_is_a_stop_though_no_file_names_it() -> None:
 
 def test_a_model_without_a_template_does_not_chat() -> None:
     tokenizer = TextTokenizer(_files())
-    with pytest.raises(InputError, match=r"no chat template.*permille-agent generate"):
+    with pytest.raises(InputError, match=r"permille-agent generate` without --chat, or with /v1/completions"):
         tokenizer.chat_prompt((("user", "hi"),))
 
 
