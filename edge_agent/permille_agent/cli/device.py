@@ -100,9 +100,13 @@ def data_add(
 
 @data.command("list")
 def data_list(context: typer.Context, as_json: JsonOption = False) -> None:
-    """List the files and folders that the daemon trains on."""
+    """List the files and folders that the daemon trains on.
 
-    show({"data": [str(path) for path in read_references(home_of(context))]}, as_json=as_json)
+    It lacks those that you only named to `train`. `permille-agent status` shows those of the last run.
+    """
+    known = read_references(home_of(context))
+    then = "" if known else "permille-agent status, which shows the text of the last run"
+    show({"data": [str(path) for path in known]}, as_json=as_json, then=then)
 
 
 @data.command("repair")
@@ -196,12 +200,19 @@ def rollback(context: typer.Context, as_json: JsonOption = False) -> None:
 
     Repeat the command to go further back. After the oldest model, it returns to the model where you began.
     """
+    from permille_agent.cli.status import Status
     from permille_agent.state import models
 
     home = home_of(context)
     with hold_lock(home, "rollback"):
         active = models.rollback(home)
     show(_now_active(active), as_json=as_json)
+    if Status(home).lost_memory:
+        echo(
+            "The memory of this model was erased together with its text. The same `train` command with the "
+            "same text makes it again.",
+            err=True,
+        )
 
 
 def reset(context: typer.Context, as_json: JsonOption = False) -> None:

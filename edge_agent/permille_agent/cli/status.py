@@ -17,7 +17,7 @@ from permille_agent.link.enrolment import load_enrolment
 from permille_agent.link.extension import agent_extensions
 from permille_agent.link.report import RUN_ID, Delivery, read_report
 from permille_agent.state.choices import Consent, read_consent, read_references
-from permille_agent.state.home import Home, as_json
+from permille_agent.state.home import Home, as_json, path_of
 from permille_agent.state.models import (
     active_model,
     installed_release,
@@ -25,7 +25,7 @@ from permille_agent.state.models import (
 )
 from permille_agent.training.decision import Decision
 from permille_agent.training.evaluation import strength_words
-from permille_agent.training.outcome import RunOutcome, outcome_words
+from permille_agent.training.outcome import RunOutcome, TextSource, outcome_words
 from permille_agent.training.progress import read_progress
 from permille_agent.training.run import BegunRun, RunFolder, list_runs
 
@@ -52,6 +52,8 @@ class Status:
         self.active_decision = self._read(lambda: in_use.load("decision", Decision) if in_use else None, None)
         # A memory is erased together with its text.
         self.has_memory = in_use is not None and in_use.memory.exists()
+        chosen = self.active_decision
+        self.lost_memory = chosen is not None and chosen.part.has_memory and not self.has_memory
         self.active_outcome = self._read(lambda: in_use.load("outcome", RunOutcome) if in_use else None, None)
         self.trains = self._trains(release.manifest_digest if release else None)
         self.data: tuple[Path, ...] = self._read(lambda: read_references(home), ())
@@ -60,6 +62,8 @@ class Status:
         self.run_id = self._read(lambda: run.run_id if run else None, None)
         begun = self._read(lambda: run.require("run", BegunRun) if run else None, None)
         self.learn = begun.definition.options.learn if begun else None
+        text = self._read(lambda: run.load("data", TextSource) if run else None, None)
+        self.text = tuple(map(path_of, text.paths)) if text else ()
         self.outcome = self._read(lambda: run.load("outcome", RunOutcome) if run else None, None)
         self.decision = self._read(lambda: run.load("decision", Decision) if run else None, None)
         # Read the reports one by one. `read_reports` would stop at the first damaged report.
@@ -123,6 +127,7 @@ class Status:
                 "outcome": self.outcome.metrics.outcome.value if self.outcome else "unfinished",
                 "learn": self.learn and self.learn.value,
                 "text": self.outcome and self.outcome.data.summary(),
+                "paths": [str(path) for path in self.text],
                 # Those of the chosen model. The metrics of a report have the loss of the state alone.
                 "loss_base": decision and decision.loss_base,
                 "loss_personal": decision and decision.loss_personal,
@@ -171,6 +176,7 @@ class Status:
             ("data", "\n".join(map(str, self.data)) or "no files added"),
             ("training", self.progress.line() if self.progress else ""),
             ("last run", self._run_words()),
+            ("its text", "\n".join(map(str, self.text))),
             ("learns", f"of conversations: {self.learn.value}" if self.learn else ""),
             ("reports", f"{self._pending()} waiting, {len(refused)} refused" if enrolment else ""),
             ("refused because", "\n".join(dict.fromkeys(refused))),  # each reason once, in order
@@ -199,7 +205,7 @@ class Status:
             if chosen is None:
                 return words
             words += f": {chosen.part.words}{'' if chosen.number else ', untested'}"
-            return words + ", but the memory was erased" * (chosen.part.has_memory and not self.has_memory)
+            return words + ", but the memory was erased" * self.lost_memory
         return "the base model"
 
     def _run_words(self) -> str:

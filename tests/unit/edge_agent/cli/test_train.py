@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -78,6 +79,10 @@ def test_train_adopts_reports_and_says_what_it_did(
     assert "adopted" in shown
     assert "held-out loss" in shown
     assert "trained on before with these options, and its model is in use. Nothing was computed" in shown
+    assert _run(home, "status", "--json") == 0
+    assert _json(capsys)["last_run"]["paths"] == [text]
+    assert _run(home, "status") == 0
+    assert re.search(r"its text +.*user\.txt", capsys.readouterr().out)
 
 
 def test_an_estimator_is_chosen_by_name(

@@ -46,7 +46,7 @@ from permille_agent.training import parts as chosen_parts
 from permille_agent.training.decision import Decision, DecisionCount, StoredLosses
 from permille_agent.training.engines import EngineChoice, RunInterrupted, interruptible
 from permille_agent.training.memory import Part, memory_share, memory_tokens
-from permille_agent.training.options import TrainOptions, options_for
+from permille_agent.training.options import Start, TrainOptions, options_for
 from permille_agent.training.outcome import RunResult
 from permille_agent.training.parts import general_words
 from permille_agent.training.personal import personal_memory
@@ -564,6 +564,34 @@ def test_commands_say_of_an_untested_memory_only_what_was_measured(
     assert "With the memory on, the loss on general text is <strong>2.0000</strong>" in page
     RunFolder(device.home.runs / (device.active().run or "")).memory.unlink()
     assert dict(Status(device.home)._rows())["active"].endswith("untested, but the memory was erased")
+
+
+def test_rollback_tells_that_the_memory_was_erased(
+    device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = replace(device, text=user_text(tmp_path, 20))
+    train(device)
+    for erased in (False, True):
+        if erased:
+            run_command(device, "data", "remove", str(device.text))
+        run_command(device, "reset")
+        run_command(device, "rollback", "--json")
+        assert ("The memory of this model was erased" in capsys.readouterr().err) is erased
+    assert train(device).known  # as the message says
+    assert not Status(device.home).lost_memory
+
+
+@pytest.mark.parametrize("count", [20, 60, 320])
+def test_the_measurement_of_the_base_is_told_by_the_first_run_alone(
+    device: Device, tmp_path: Path, count: int
+) -> None:
+    def measures(seed: int) -> list[bool]:
+        told, text = Told(), user_text(tmp_path, count, seed=seed)
+        train(replace(device, text=text), progress=told, start=Start.BASE, **GRADIENT)
+        return [True for phase in told.phases if phase.startswith("measuring the base, once for all runs")]
+
+    assert measures(1) == [True]
+    assert measures(2) == []
 
 
 def test_status_shows_the_losses_of_the_chosen_model(device: Device) -> None:
