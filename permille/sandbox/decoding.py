@@ -67,6 +67,8 @@ _EAST_ASIAN: Final = {
     "gb18030": ("gb2312", rb"[\xa1\xa3\xb0-\xd7]."),
     "big5": ("big5", rb"[\xa1-\xc6]."),
 }
+_LOST: Final = re.compile(rb"\0{8,}")  # blocks of a file that were not written before the power failed
+_CODES: Final = bytes({*range(32)} - {*b"\t\n\f\r\x1b"})
 _WRONG: Final = re.compile("[\udc80-\udcff]+")  # bytes that are no UTF-8, as `surrogateescape` keeps them
 _KANA: Final = re.compile("[\u3041-\u30fe]")
 _LEAST_COMMON: Final = 0.85  # share of the characters beyond ASCII
@@ -103,8 +105,10 @@ def decode(data: bytes, declared: str | None = None) -> tuple[str, str]:
         for charset in (f"utf-32-{order}", f"utf-16-{order}"):
             if (text := _strict(data, charset)) is not None and _is_text(text):
                 return text, charset
-        # A few zeros may stand in any text. A file with many is a program or a picture.
-        if data.count(b"\0") * 100 > len(data):
+        data = _LOST.sub(b"", data)
+        # A few zeros may stand in any text. A file with many, or with codes beside blocks of zeros, is a
+        # program or a picture.
+        if not data or (len(data) - len(data.translate(None, _CODES))) * 100 > len(data):
             raise UnreadableError("holds bytes that are no text")
     # Charsets such as ISO-2022-JP write all characters as ASCII, so there the declaration comes first.
     charsets = [*_charsets(declared), *(["iso2022_jp"] if b"\x1b$" in data else [])]

@@ -105,6 +105,14 @@ def test_a_charset_that_nothing_names_is_detected(codec: str, text: str, label: 
     assert decode(text.encode(codec), label)[0] == text
 
 
+@pytest.mark.parametrize("codec", ["utf-8", "cp1252", "euc_jp"])
+def test_blocks_of_zeros_that_a_crash_leaves_cost_no_text(codec: str) -> None:
+    text = JAPANESE * 9 if codec == "euc_jp" else "Die Äpfel für Jörg sind süß.\n" * 9
+    data = text.encode(codec)
+    for broken in (data + bytes(4096), bytes(4095) + data, data[:58] + bytes(512) + data[58:]):
+        assert decode(broken) == (text, codec)
+
+
 @pytest.mark.parametrize("data", [b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", bytes(50), b"\x7fELF\2\1\1" + bytes(9)])
 def test_bytes_that_are_no_text_are_refused(data: bytes) -> None:
     with pytest.raises(UnreadableError, match="no text"):
