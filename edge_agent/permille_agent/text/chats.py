@@ -32,7 +32,7 @@ _TIME_FIRST: Final = re.compile(
 _SENDER: Final = re.compile(r"(?P<sender>[^:\n]{1,80}?): ?(?P<said>.*)", re.DOTALL)
 # What the apps write in place of a message. iOS marks it by U+200E. Android writes a file in brackets.
 _PLACEHOLDER: Final = re.compile(
-    r"<(?:[^<>\n]* [^<>\n]*|[^<>\n\x00-\x7f]+)>|null|[\w-]+\.\w{2,5} \([^()\n]+\)"
+    r"<(?:[^<>\n ]* [^<>\n]*|[^<>\n\x00-\x7f]+)>|null|[\w-]+\.\w{2,5} \([^()\n]+\)"
     r"|(?:image|video|video note|audio|gif|sticker|document|contact card|media) omitted"
     r"|(?:(?:this message was|you) deleted(?: this message)?|diese nachricht wurde gelöscht|du hast diese "
     r"nachricht gelöscht|ce message a été supprimé|vous avez supprimé ce message|se eliminó este mensaje|"
@@ -42,7 +42,7 @@ _PLACEHOLDER: Final = re.compile(
     re.IGNORECASE,
 )
 # The end of a message that was edited, or the name of the file of a caption.
-_ADDED: Final = re.compile(r"[ \u200e]*[ \u200e]<[^<>\n]* [^<>\n]*>[ \t]*$", re.MULTILINE)
+_ADDED: Final = re.compile(r"(?<![ \u200e])[ \u200e]+<[^<>\n ]* [^<>\n]*>[ \t]*$", re.MULTILINE)
 _HEAD_LINES: Final = 20
 
 

@@ -27,7 +27,7 @@ MAX_DEPTH = 64
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 # ChatGPT marks a citation by text between two characters of the private use area. Older exports have
 # "【4:0†notes.pdf】".
-_CITATION = re.compile("\ue200[^\ue201]*\ue201|【[0-9:]+†[^】\n]{0,200}】")
+_CITATION = re.compile("\ue200[^\ue200\ue201]*\ue201|【[0-9:]+†[^】\n]{0,200}】")
 # Open WebUI keeps what a model thought, or sent to a tool, in the text of its answer. A thought without an
 # end, because the user stopped the answer, extends to the end of the text.
 _DETAILS = re.compile(r'<details type=".*?(?:</details>|\Z)', re.DOTALL)

@@ -23,17 +23,20 @@ _TOML: Final = re.compile(
     r"\+\+\+[ \t]*\n(?:(?:[\w.\"'-]+[ \t]*=[^\n]*|\[{1,2}[^\[\]\n]+\]{1,2}|[ \t#\]][^\n]*)?\n)++"
     r"\+\+\+[ \t]*(?:\n|\Z)"
 )
-_MARKUP: Final = re.compile(
+_PARTS: Final = (
     r"(?P<code>^(?P<fence>`{3,}|~{3,})[^\n]*\n.*?(?:^(?P=fence)|\Z)|`[^`\n]+`)"
-    r"|^%%[^%\n]*\n.*?%%[ \t]*$"  # a comment of several lines
     r"|!\[\[[^\[\]\n]{0,500}\]\]"  # an embedded note or picture
     r"|\[\[(?:[^\[\]|\n]{0,500}\|)?(?P<page>[^\[\]\n]{1,500}?)(?:#\^[\w-]+)?\]\]"
     r"|!?\[[^\[\]\n]{0,500}\]\(<?data:[^()\s]*\)|<img\b[^<>]{0,500}\ssrc=[\"']?data:[^<>]*>"  # a picture
     r"|!?\[(?P<words>[^\[\]\n]{0,500})\]\((?:[^()\n]|\([^()\n]{0,500}\)){0,2000}\)"
     r"|(?<=> )\[![\w|-]+\][+-]?[ \t]*"  # the kind of a callout
-    r"|[ \t]\^[\w-]+$",  # the name of a block, to which links lead
-    re.MULTILINE | re.DOTALL,
+    r"|[ \t]\^[\w-]+$"  # the name of a block, to which links lead
 )
+# A comment of several lines. If its end is missing, no later one has an end, either. So the rest is matched,
+# too: to look for the end of each of them would take hours for a long note.
+_COMMENT: Final = r"|^%%[^%\n]*\n(?:.*?%%[ \t]*$|(?P<open>.*))"
+_MARKUP: Final = re.compile(_PARTS + _COMMENT, re.MULTILINE | re.DOTALL)
+_WITHOUT_COMMENTS: Final = re.compile(_PARTS, re.MULTILINE | re.DOTALL)
 
 _DEFINITION: Final = re.compile(
     r"^ {0,3}\[(?!\^)(?P<label>[^\[\]\n]{1,500})\]:[ \t]+<?(?:[a-z][a-z+.-]*:|[/.#])[^\s<>]*>?"
@@ -65,8 +68,14 @@ def without_targets(text: str) -> str:
         >>> without_targets("See [[2024-05-01|the first of May]] and [this](https://example.org).")
         'See the first of May and this.'
     """
-    text = _MARKUP.sub(lambda found: found["code"] or found["page"] or found["words"] or "", text)
+    text = _MARKUP.sub(_words, text)
     if labels := {found["label"].casefold() for found in _DEFINITION.finditer(text)}:
         text = _REFERENCE.sub(lambda one: one[1] if (one[2] or one[1]).casefold() in labels else one[0], text)
         text = _DEFINITION.sub("", text)
     return text
+
+
+def _words(found: re.Match[str]) -> str:
+    if found.groupdict().get("open") is not None:
+        return _WITHOUT_COMMENTS.sub(_words, found[0])
+    return found["code"] or found["page"] or found["words"] or ""

@@ -147,3 +147,12 @@ def test_other_json_is_no_export(text: str) -> None:
 def test_what_is_not_json_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="not JSON"):
         list(telegram_chats(text))
+
+
+@pytest.mark.parametrize("said", [" " * 200_000, "<" + " " * 200_000])  # hours, if each space began a search
+def test_a_message_of_many_spaces_is_read(said: str) -> None:
+    chat = whatsapp_chat(
+        "[12/03/24, 10:00:11] Jo: Did it rain?\n" * 3 + f"[12/03/24, 10:00:12] Jo: a{said}b\n"
+    )
+    assert chat is not None
+    assert chat.lines[-1] == f"a{said}b"

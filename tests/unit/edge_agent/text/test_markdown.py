@@ -73,6 +73,9 @@ def test_text_between_rules_is_no_front_matter(text: str) -> None:
         ("`[[ -f x ]]` and [x] done", "`[[ -f x ]]` and [x] done"),
         ("```sh\n[[ -f x ]] && [a](b)\n```\n[a](b)", "```sh\n[[ -f x ]] && [a](b)\n```\na"),
         ("*early* # not ^ this", "*early* # not ^ this"),
+        ("%% open\n[a](b)\n%% [[c|d]]\nend", "%% open\na\n%% d\nend"),
+        # To look for the end of each comment would take hours.
+        ("%% a\n" * 200_000, "%% a\n" * 200_000),
         ("[" * 20_000 + "(" * 20_000, "[" * 20_000 + "(" * 20_000),
     ],
 )
