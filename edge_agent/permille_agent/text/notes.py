@@ -52,6 +52,15 @@ _TABLE: Final = (
     "CREATE VIRTUAL TABLE IF NOT EXISTS passages USING fts5(text, source UNINDEXED, "
     "tokenize = \"porter unicode61 remove_diacritics 2 categories 'L* N* Co M*'\")"
 )
+_REPAIR: Final = "Run `permille-agent data repair` to build it again."
+_UNDAMAGED: Final = {
+    "SQLITE_FULL": "Free some space, and run the command again.",
+    "SQLITE_BUSY": "Another process writes it: run the command again later.",
+    "SQLITE_READONLY": "Make the file and its folder writable, and run the command again.",
+    "SQLITE_CANTOPEN": "Make the file and its folder writable, and run the command again.",
+    "SQLITE_IOERR": "Check the disk, and run the command again.",
+}
+"""Advice for errors after which the index is whole, by the beginning of their names."""
 # Thai, Lao, Burmese and Khmer, Japanese and Chinese, and Korean, which joins particles to its words.
 _NO_SPACES: Final = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
@@ -202,9 +211,10 @@ def _opened(home: Home) -> Iterator[sqlite3.Connection]:
                 "Your notes are not searched, because this Python's SQLite lacks FTS5. Use another Python "
                 "to search them."
             ) from exc
+        name = getattr(exc, "sqlite_errorname", "")  # an error of Python's own module has none
+        advice = next((words for begin, words in _UNDAMAGED.items() if name.startswith(begin)), _REPAIR)
         raise OperatorError(
-            f"The index of your notes, {home.notes}, cannot be used: {exc}. Run `permille-agent data repair` "
-            "to build it again."
+            f"The index of your notes, {home.notes}, cannot be used: {exc}. {advice}"
         ) from exc
 
 

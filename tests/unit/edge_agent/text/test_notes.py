@@ -3,6 +3,7 @@
 import os
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,23 @@ def test_a_damaged_index_is_named_and_can_be_built_again(home: Home, tmp_path: P
     _index(home, path)
 
     assert "Brumik" in _found(home, "What is my cat called?")
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_an_index_that_is_whole_need_not_be_built_again(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    _index(home, _write(tmp_path, "notes.txt", "My cat is called Brumik."))
+    more = _write(tmp_path, "more.txt", *(f"Brumik sleeps on box {number}." for number in range(99)))
+    monkeypatch.setattr(notes, "_WAIT_S", 0.0)
+    with closing(sqlite3.connect(home.notes)) as other:
+        if is_full:  # SQLite tells the end of its pages as it tells a full disk
+            monkeypatch.setattr(notes, "_TABLE", "PRAGMA max_page_count = 1")
+        else:
+            other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(OperatorError, match="Free some space" if is_full else "Another process") as told:
+            _index(home, more)
+    assert "repair" not in str(told.value)
 
 
 def test_a_python_without_fts5_says_so(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
