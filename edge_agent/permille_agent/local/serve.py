@@ -22,6 +22,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -40,7 +41,7 @@ from permille_agent.state.home import Home
 MAX_BODY_BYTES = 1 << 20
 MAX_DISCARDED_BYTES = 1 << 26
 """The largest part of a refused body that is read, so that its sender can read the refusal."""
-MAX_REQUESTS = 8  # at the same time, because all of them share the processor
+MAX_REQUESTS = 8  # for text at the same time, because all of them share the processor
 MAX_CONNECTIONS = 64
 SOCKET_TIMEOUT_S = 30.0  # a silent client must not hold a thread for longer
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
@@ -209,16 +210,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._check_host()
             if self.command != "OPTIONS":
                 self._check_token()
-            if not self.server.requests.acquire(blocking=False):
-                raise _RequestError(
-                    HTTPStatus.SERVICE_UNAVAILABLE,
-                    f"The server is busy with {MAX_REQUESTS} requests. Try again.",
-                )
-            try:
+            with self._place():
                 self.server.model.keep_up()
                 work(body)
-            finally:
-                self.server.requests.release()
         except _RequestError as exc:
             self._send_error(exc.status, str(exc))
         except NoEmbeddingsError as exc:
@@ -232,6 +226,21 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_error(status, str(exc))
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
             self.close_connection = True
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """Take a place for a request that generates text. Others, such as one for health, are quick."""
+        if self.command != "POST":
+            yield
+            return
+        if not self.server.requests.acquire(blocking=False):
+            raise _RequestError(
+                HTTPStatus.SERVICE_UNAVAILABLE, f"The server is busy with {MAX_REQUESTS} requests. Try again."
+            )
+        try:
+            yield
+        finally:
+            self.server.requests.release()
 
     def _check_host(self) -> None:
         # A page that reaches this server by DNS rebinding sends the name of its own host.
