@@ -1,12 +1,17 @@
 """Parsers of command-line arguments that the programs share."""
 
+import os
 from pathlib import Path
 
 import typer
+
+_MOST_BYTES = 255  # of the name of a file, on all usual file systems
 
 
 def named_path(name: str) -> Path:
     """Return the path of an argument. An empty one, as of an unset variable, would be the current folder."""
     if not name:
         raise typer.BadParameter("The name is empty. Name a file or folder.")
+    if len(os.fsencode(Path(name).name)) > _MOST_BYTES:
+        raise typer.BadParameter("The name is longer than any file's. Name a file that holds the text.")
     return Path(name)

@@ -135,7 +135,10 @@ def data_repair(context: typer.Context, as_json: JsonOption = False) -> None:
 def data_remove(
     context: typer.Context,
     paths: Annotated[
-        list[Path], typer.Argument(parser=named_path, help="Files or folders that you added before.")
+        list[Path],
+        typer.Argument(
+            parser=named_path, help="Files or folders that you added before, or a folder above them."
+        ),
     ],
     as_json: JsonOption = False,
 ) -> None:
@@ -152,7 +155,7 @@ def data_remove(
     with hold_lock(home, "data", wait_s=10.0):
         paths = _whole(paths)
         known = read_references(home)
-        added = [path for path in paths if path in known]
+        added = [path for path in known if any(map(path.is_relative_to, paths))]
         left = tuple(path for path in known if path not in added)
         for path in paths:
             if path not in added and (above := [folder for folder in left if path.is_relative_to(folder)]):

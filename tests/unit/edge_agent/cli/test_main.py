@@ -138,6 +138,12 @@ def test_an_unset_variable_is_not_the_current_folder(agent: Agent, command: tupl
     assert (refused.code, "name is empty" in refused.errors) == (ExitCode.USAGE, True)
 
 
+@pytest.mark.parametrize("command", [("train",), ("data", "add"), ("compare", "--data")])
+def test_a_text_is_not_the_name_of_a_file(agent: Agent, command: tuple[str, ...]) -> None:
+    refused = agent(*command, "My notes. " * 40)
+    assert (refused.code, "Name a file that holds the text" in refused.errors) == (ExitCode.USAGE, True)
+
+
 def test_errors_come_with_their_code_and_as_json(agent: Agent, service: DeviceService) -> None:
     refused = agent("pull", "--json")
     assert (refused.code, refused.output) == (ExitCode.OPERATOR, "")
@@ -233,6 +239,17 @@ def test_data_is_added_listed_and_removed_by_reference(agent: Agent, tmp_path: P
     assert "permille-agent status, which shows the text of the last run" in agent("data", "list").output
     assert notes.exists()
     assert not any(b"text of the user" in p.read_bytes() for p in home.root.rglob("*") if p.is_file())
+
+
+def test_a_folder_is_removed_with_all_that_was_added_below_it(agent: Agent, tmp_path: Path) -> None:
+    other, *inner = tmp_path / "other", tmp_path / "all/mail", tmp_path / "all/notes"
+    for folder in (other, *inner):
+        folder.mkdir(parents=True)
+        (folder / "text.txt").write_text(f"text of the user in {folder.name}")
+    agent("data", "add", str(other), *map(str, inner))
+    assert agent("data", "remove", str(tmp_path / "all"), "--json").document["data"] == [str(other)]
+    assert agent("data", "list", "--json").document == {"data": [str(other)]}
+    assert agent("data", "remove", str(tmp_path / "all")).code == ExitCode.INPUT_REFUSED
 
 
 def test_rollback_and_reset_move_the_active_model(enrolled: Agent, home: Home, package: Package) -> None:
