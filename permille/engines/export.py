@@ -99,8 +99,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `folder` if the block succeeds, and is removed otherwise.
 
     Raises:
-        InputError: `folder` is not empty.
+        InputError: `folder` is not empty, or is a file.
     """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file. Name a new or empty folder.")
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} holds files. Name a new or empty folder.")
     # Create the temporary folder in the parent, because a rename is atomic only within a file system.

@@ -45,6 +45,7 @@ MAX_REQUESTS = 8  # for text at the same time, because all of them share the pro
 MAX_CONNECTIONS = 64
 SOCKET_TIMEOUT_S = 30.0  # a silent client must not hold a thread for longer
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_ORIGIN = re.compile(r"https?://(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?")
 PREFLIGHT_S = 600  # how long a browser may reuse the answer to a preflight request
 
 
@@ -62,10 +63,8 @@ class Access:
 
     def __post_init__(self) -> None:
         for origin in self.origins:
-            url = urlsplit(origin)
             # Browsers send an origin in exactly this form, without a path.
-            own = f"{url.scheme}://{url.netloc}" == origin and url.scheme in ("http", "https")
-            if not own or url.hostname not in ("127.0.0.1", "localhost", "::1"):
+            if not _ORIGIN.fullmatch(origin):
                 raise InputError(
                     "Only web pages of this machine may send requests: name an origin like "
                     f"http://localhost:3000, not {origin!r:.100}."

@@ -129,6 +129,8 @@ def test_an_empty_folder_is_used_and_a_full_one_refused(tiny: Tiny, tmp_path: Pa
     before = (tmp_path / "out" / "config.json").stat().st_mtime_ns
     with pytest.raises(InputError, match="holds files"):
         export_transformers(tiny.package, None, tmp_path / "out")
+    with pytest.raises(InputError, match="is a file"):
+        export_transformers(tiny.package, None, tmp_path / "out" / "config.json")
     assert (tmp_path / "out" / "config.json").stat().st_mtime_ns == before
 
 

@@ -250,7 +250,10 @@ def test_pages_of_named_origins_may_ask_and_no_others(server: LocalServer) -> No
 
 @pytest.mark.parametrize(
     "origin",
-    ["*", "null", "http://example.org", "http://localhost:3000/", "file://localhost", "localhost:3000"],
+    [
+        *("*", "null", "http://example.org", "http://localhost:3000/", "file://localhost", "localhost:3000"),
+        *("http://localhost:x", "http://[::1", "http://jo@localhost"),
+    ],
 )
 def test_only_origins_of_this_machine_can_be_allowed(origin: str) -> None:
     with pytest.raises(InputError, match=r"like http://localhost:3000"):
