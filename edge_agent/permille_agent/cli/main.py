@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from permille.arguments import named_path
 from permille.command_names import AGENT_ENTRY_POINTS, ProgramGroup
 from permille.errors import PermilleError
 from permille.exits import ExitCode
@@ -51,7 +52,8 @@ def _show_version(wanted: bool) -> None:
 def _settings(
     context: typer.Context,
     home: Annotated[
-        Path | None, typer.Option(envvar=HOME_VARIABLE, help="Folder for all files of the agent.")
+        Path | None,
+        typer.Option(parser=named_path, envvar=HOME_VARIABLE, help="Folder for all files of the agent."),
     ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe messages to log.")] = LogLevel.INFO,
     _version: Annotated[

@@ -54,10 +54,10 @@ class _Below:
     """A path below the home folder."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
 
     def __get__(self, home: "Home", _owner: object = None) -> Path:
-        return home.root / self._name
+        return home.root / self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +111,15 @@ def open_home(root: Path) -> Home:
     For example, `home = open_home(Path("home"))`.
 
     Raises:
-        OperatorError: the folder cannot be created, is not a folder, or belongs to another user.
+        OperatorError: the folder cannot be created, is not a folder, belongs to another user, or holds other
+            files.
     """
     home = Home(root)
     try:
+        if root.is_dir() and (others := _others(root)):
+            raise OperatorError(
+                f"{root} is no home of an agent: it holds {others[0]}. Name an agent's folder, or a new one."
+            )
         for folder in (root, home.trust, home.blobs, home.partial, home.runs, home.reports):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         own = user_id()
@@ -125,6 +130,16 @@ def open_home(root: Path) -> Home:
     except OSError as exc:
         raise OperatorError(f"Cannot write the folder {root}: {exc}") from exc
     return home
+
+
+def _others(root: Path) -> list[str]:
+    """Return names in a folder that is no home. Commands would close it to others, and `forget` erase it."""
+    names = {path.name for path in root.iterdir()}
+    if {"partial", "reports"} <= names:  # which stay in every home
+        return []
+    own = {below.name for below in vars(Home).values() if isinstance(below, _Below)}
+    # A new disk has this folder.
+    return sorted(name for name in names - own - {"lost+found"} if not name.startswith("."))
 
 
 @contextmanager

@@ -209,9 +209,9 @@ def test_an_invitation_that_is_refused_leaves_no_folder(
     assert main(["--home", str(folder), "enroll", service.url, invitation]) == ExitCode.INPUT_REFUSED
     assert not folder.exists()
     folder.mkdir()
-    (folder / "mine.txt").touch()
+    (folder / ".mine").touch()
     assert main(["--home", str(folder), "enroll", service.url, invitation]) == ExitCode.INPUT_REFUSED
-    assert (folder / "mine.txt").exists()
+    assert (folder / ".mine").exists()
 
 
 def test_a_damaged_list_of_data_is_repaired(agent: Agent, tmp_path: Path, home: Home) -> None:

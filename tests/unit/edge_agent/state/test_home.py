@@ -38,6 +38,33 @@ def test_an_open_home_is_closed_and_a_file_in_its_place_is_for_a_person(tmp_path
         open_home(tmp_path / "file")
 
 
+def test_a_folder_of_other_files_is_no_home_and_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "letters").mkdir(mode=0o755)
+    (tmp_path / "letters/one.txt").write_text("Dear Jo")
+    (tmp_path / "letters/reports").mkdir()
+    for command in (("status",), ("enroll", "https://example.org", "x"), ("forget", "--yes")):
+        assert main(["--home", str(tmp_path / "letters"), *command]) == ExitCode.OPERATOR
+    assert mode(tmp_path / "letters") == 0o755
+    assert (tmp_path / "letters/one.txt").read_text() == "Dear Jo"
+    assert len(list((tmp_path / "letters").iterdir())) == 2
+    with pytest.raises(OperatorError, match=r"no home of an agent: it holds one\.txt"):
+        open_home(tmp_path / "letters")
+
+
+def test_a_home_may_be_unfinished_or_have_more_files(tmp_path: Path) -> None:
+    for name in ("trust", "lost+found", ".hidden"):  # a killed first command, and a new disk
+        (tmp_path / "home" / name).mkdir(parents=True)
+    home = open_home(tmp_path / "home")
+    (home.root / "of-a-later-version").touch()
+    assert open_home(tmp_path / "home") == home
+
+
+def test_an_unset_variable_is_not_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--home", "", "status"]) == ExitCode.USAGE
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_record_is_private_and_read_back(home: Home) -> None:
     references = DataReferences(paths=("/a",))
     write_record(home.data, references)
