@@ -291,7 +291,8 @@ def key_of(model: Path, corpus: Path | None, density: float, scheme: BaseScheme)
             if path is None or not path.is_file():
                 continue
             with path.open("rb") as file:
-                digest.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(os.fsencode(path.name) + f"\0{content}\n".encode())
         digest.update(b"\n")
     return digest.hexdigest()
 
@@ -302,7 +303,7 @@ def home_of(texts: tuple[Path, ...]) -> str:
     The name depends on the paths of the texts only, so a person who adds to a text keeps the device.
     """
     paths = "\0".join(sorted({str(path) for path in texts}))
-    return f"device-{hashlib.sha256(paths.encode()).hexdigest()[:8]}"
+    return f"device-{hashlib.sha256(os.fsencode(paths)).hexdigest()[:8]}"
 
 
 def unusable_work(work: Path, error: OSError) -> str:

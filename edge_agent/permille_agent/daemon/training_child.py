@@ -15,13 +15,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 from permille.choices import Method
 from permille.errors import InputError, OperatorError, PackageError, PermilleError, RetryableError
-from permille_agent.state.home import Home, as_json, open_home, parse_record
+from permille_agent.state.home import Home, as_json, open_home, parse_record, path_of, stored_path
 from permille_agent.state.lock import LockedError, hold_lock
 from permille_agent.training.engines import AUTO, EngineChoice
 
@@ -106,7 +106,9 @@ def train_in_child(
     """
     # `-P` prevents imports of modules in the current folder.
     command = [sys.executable, "-P", "-m", "permille_agent.daemon.training_child"]
-    line = json.dumps(as_json(_Order(home=home.root, request=request))) + "\n"
+    # JSON cannot hold the bytes of a path that are not UTF-8.
+    request = replace(request, data_paths=tuple(Path(stored_path(path)) for path in request.data_paths))
+    line = json.dumps(as_json(_Order(home=Path(stored_path(home.root)), request=request))) + "\n"
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         answer = _supervise(child, line, keep_going)
     if child.returncode != 0 or not answer:
@@ -136,10 +138,11 @@ def run_child(stdin: TextIO, stdout: TextIO) -> None:
 
 
 def _train(order: _Order, stop: threading.Event) -> str:
-    home = open_home(order.home)
+    home = open_home(path_of(str(order.home)))
+    paths = tuple(path_of(str(path)) for path in order.request.data_paths)
     if isinstance(order.request, AssignedTraining):
-        return _train_assigned(home, order.request, stop)
-    return _train_personal(home, order.request, stop)
+        return _train_assigned(home, replace(order.request, data_paths=paths), stop)
+    return _train_personal(home, replace(order.request, data_paths=paths), stop)
 
 
 def _train_assigned(home: Home, request: AssignedTraining, stop: threading.Event) -> str:

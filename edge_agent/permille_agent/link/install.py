@@ -20,7 +20,7 @@ from permille.errors import InputError, PackageError, PermilleError
 from permille.package.limits import Role
 from permille.sandbox.confinement import confine, die_with_parent
 from permille.sandbox.process import SandboxError, run_once
-from permille_agent.state.home import Home, as_json, parse_record
+from permille_agent.state.home import Home, as_json, parse_record, path_of, stored_path
 from permille_agent.state.models import InstalledRelease, installed_release, read_releases, record_installed
 
 if TYPE_CHECKING:
@@ -38,9 +38,12 @@ SENTENCE = "the old baker opened the door and said good morning to the children 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """The line that the child reads. It has the limits of memory and processor time."""
+    """The line that the child reads. It has the limits of memory and processor time.
 
-    blobs: Path
+    `stored_path` writes the path.
+    """
+
+    blobs: str
     digest: str
     memory_bytes: int
     cpu_s: int
@@ -87,7 +90,10 @@ def try_package(blobs: Path, digest: str, *, size_bytes: int) -> None:
     """
     limit_s = TRIAL_S + TRIAL_S_PER_GIB * size_bytes / 2**30
     order = _Order(
-        blobs=blobs, digest=digest, memory_bytes=TRIAL_MEMORY_BYTES + size_bytes, cpu_s=int(limit_s)
+        blobs=stored_path(blobs),
+        digest=digest,
+        memory_bytes=TRIAL_MEMORY_BYTES + size_bytes,
+        cpu_s=int(limit_s),
     )
     try:
         done = run_once(
@@ -115,7 +121,7 @@ def run_trial(line: bytes) -> str:
         from permille.package.blobs import BlobFolder
         from permille.package.reader import verify_package
 
-        _compute(verify_package(BlobFolder(order.blobs), order.digest))
+        _compute(verify_package(BlobFolder(path_of(order.blobs)), order.digest))
         answer = _Answer()
     except PackageError as exc:
         answer = _Answer(code=exc.code, message=str(exc).removeprefix(f"{exc.code}: "))

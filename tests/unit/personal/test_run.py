@@ -27,6 +27,8 @@ from permille_personal.request import (
     check_numbers,
     chosen_form,
     chosen_scheme,
+    home_of,
+    key_of,
 )
 from tests.unit.engines.gguf_packages import exported_package
 
@@ -282,6 +284,14 @@ def test_numbers_have_the_ranges_of_the_build_and_of_the_training() -> None:
         with pytest.raises(CommandError, match=told) as refused:
             check_numbers(density, training)
         assert refused.value.code is Exit.USAGE
+
+
+def test_names_that_are_not_utf_8_have_keys(tmp_path: Path) -> None:
+    model = tmp_path / "mod\udce9l.gguf"
+    model.write_bytes(b"GGUF")
+    key = key_of(model, None, 0.001, BaseScheme.NF4)
+    assert key != key_of(model.rename(tmp_path / "other.gguf"), None, 0.001, BaseScheme.NF4)
+    assert home_of((tmp_path / "n\udce9tes",)) != home_of((tmp_path / "n\udceates",))
 
 
 def test_the_commands_at_the_end_can_be_pasted_into_a_shell(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -21,7 +22,7 @@ from permille.errors import InputError, OperatorError, PackageError, PermilleErr
 from permille.schemas.runs import Outcome
 from permille_agent.daemon import training_child
 from permille_agent.daemon.training_child import TrainingRequest, train_in_child
-from permille_agent.state.home import Home, as_json
+from permille_agent.state.home import Home, as_json, open_home
 from permille_agent.state.lock import LockedError, hold_lock
 
 REQUEST = TrainingRequest(data_paths=(Path("/no/such/file.txt"),), minutes=1.0, share_log=False)
@@ -66,6 +67,16 @@ def test_the_child_is_handed_the_request_and_its_outcome_comes_back(home: Home, 
         "return SimpleNamespace(outcome='kept_base')"
     )
     assert train_in_child(home, REQUEST, lambda: True) == "kept_base"
+
+
+def test_the_child_gets_names_that_are_not_utf_8(tmp_path: Path, child_doing: Doing) -> None:
+    child_doing(
+        "assert str(home.root).endswith('h\\udce9')\n"
+        "assert [str(path) for path in data_paths] == ['/n\\udce9tes']\n"
+        "return SimpleNamespace(outcome='kept_base')"
+    )
+    request = replace(REQUEST, data_paths=(Path("/n\udce9tes"),))
+    assert train_in_child(open_home(tmp_path / "h\udce9"), request, lambda: True) == "kept_base"
 
 
 def test_the_child_holds_the_writers_lock(home: Home, child_doing: Doing) -> None:

@@ -13,6 +13,7 @@ from permille.package.reader import Package
 from permille_agent.link import pull as module
 from permille_agent.link.api import DeviceApi
 from permille_agent.link.enrolment import Enrolment
+from permille_agent.link.install import try_package
 from permille_agent.link.pull import collect_garbage, pull
 from permille_agent.link.verify import verify
 from permille_agent.state.home import Home
@@ -51,6 +52,11 @@ def test_a_package_is_installed_and_opens_and_a_second_pull_fetches_nothing(
     sent = device.service.blob_bytes_sent
     again = device.pull()
     assert (again.changed, again.download_bytes, device.service.blob_bytes_sent) == (False, 0, sent)
+
+
+def test_a_package_is_tried_below_a_folder_whose_name_is_not_utf_8(package: Package, tmp_path: Path) -> None:
+    folder = shutil.copytree(package.blobs.root, tmp_path / "mod\udce9les")
+    try_package(folder, package.digest, size_bytes=package.size_bytes)
 
 
 def test_only_what_changed_is_fetched(device: Device, package: Package, second: Package) -> None:
