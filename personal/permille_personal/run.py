@@ -111,8 +111,8 @@ def _alone(request: Request) -> Iterator[None]:
     """Lock the work folder for a `with` block. Check that it belongs to the inputs of the request.
 
     Raises:
-        CommandError: the folder cannot be made or written, belongs to other inputs, or another process has
-            locked it.
+        CommandError: the folder cannot be made or written, belongs to other inputs, holds other files, or
+            another process has locked it.
     """
     lock = FileLock(request.work / "lock", timeout=0, mode=0o600)
     try:
@@ -127,6 +127,13 @@ def _alone(request: Request) -> Iterator[None]:
         raise CommandError(unusable_work(request.work, exc), Exit.REFUSED) from exc
     try:
         stamp = request.work / "inputs.sha256"
+        names = [] if stamp.exists() else sorted(path.name for path in request.work.iterdir())
+        # The parts remove folders such as `export`, which must not be somebody else's.
+        if others := [name for name in names if name not in ("lock", "lost+found") and name[0] != "."]:
+            raise CommandError(
+                f"{request.work} holds other files, such as {others[0]}. Name a new folder as --work.",
+                Exit.REFUSED,
+            )
         if stamp.exists() and stamp.read_text(encoding="ascii").strip() != request.key:
             raise CommandError(
                 f"{request.work} is of another model, corpus, density or scheme. Name another --work.",

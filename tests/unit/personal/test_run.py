@@ -286,6 +286,14 @@ def test_numbers_have_the_ranges_of_the_build_and_of_the_training() -> None:
         assert refused.value.code is Exit.USAGE
 
 
+def test_a_folder_of_other_files_is_no_work_folder(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    with pytest.raises(CommandError, match="such as export") as refused:
+        run.run(request(tmp_path), QUIET)
+    assert refused.value.code is Exit.REFUSED
+    assert (tmp_path / "export").is_dir()
+
+
 def test_names_that_are_not_utf_8_have_keys(tmp_path: Path) -> None:
     model = tmp_path / "mod\udce9l.gguf"
     model.write_bytes(b"GGUF")
