@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from permille.exits import CommandError, Exit
-from permille.schemas.jobs import JobKind, JobState
+from permille.schemas.jobs import ENDED, JobKind, JobState
 from permille.schemas.kinds import WORK
 from permille.schemas.work import View, WorkKind
 from permille_service.cli.commands import (
@@ -145,5 +145,16 @@ def list_job_events(session: Session, job: str) -> None:
     session.output.show(found, ("seq", "created_at", "kind", "data"))
 
 
-add_action(jobs, "jobs", "cancel", "Cancel a job.")
+@command(jobs, "cancel")
+def cancel_job(session: Session, job: str) -> None:
+    """Cancel a job. A running job stops at its next step, usually within seconds."""
+    found = session.client.post(f"/v1/jobs/{session.id_of('jobs', job)}/cancel")
+    session.output.show(found)
+    if found["state"] not in ENDED:
+        session.output.say("The job was asked to stop. It stops at its next step, usually within seconds.")
+        session.output.say_next(f"permille jobs show {found['id']}")
+    elif found["state"] != JobState.CANCELLED:
+        session.output.say(f"The job had ended before ({found['state']}), so it was not cancelled.")
+
+
 add_action(jobs, "jobs", "retry", "Queue a failed, dead or cancelled job again.")

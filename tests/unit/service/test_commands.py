@@ -386,6 +386,24 @@ def test_a_job_that_may_succeed_later_is_told_with_its_retry(
     assert str(ended.value) == told
 
 
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ("running", "It stops at its next step, usually within seconds.\nnext: permille jobs show job_1\n"),
+        ("succeeded", "The job had ended before (succeeded), so it was not cancelled.\n"),
+        ("cancelled", "cancelled\n"),
+    ],
+)
+def test_a_cancel_tells_when_the_job_stops(
+    client: Collections, monkeypatch: pytest.MonkeyPatch, state: str, told: str
+) -> None:
+    monkeypatch.setattr(client, "post", lambda path: {"id": path.split("/")[3], "state": state})
+    client.rows["jobs"] = [{"id": "job_1"}]
+    assert main.main(["jobs", "cancel", "job_1"]) == 0
+    said = client.output.console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.endswith(told)
+
+
 def test_a_pipe_gets_a_line_of_progress_twice_a_minute() -> None:
     times = iter([0.0, 10.0, 40.0, 50.0])
     lines = io.StringIO()
