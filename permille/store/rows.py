@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from sqlalchemy import Select, bindparam, func, inspect, or_, select
+from sqlalchemy import Float, Integer, Select, bindparam, func, inspect, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
+from sqlalchemy.types import TypeEngine
 
 from permille.errors import InputError, PackageError
 from permille.store.errors import ConflictError, require
-from permille.store.tables import EPOCH, MICROSECOND, Base, Named, microseconds_of
+from permille.store.tables import EPOCH, MICROSECOND, Base, Instant, Named, microseconds_of
 
 _log = logging.getLogger(__name__)
 Row = TypeVar("Row")
@@ -157,6 +158,27 @@ def records_of(found: Iterable[Row], present: Callable[[Row], Record]) -> list[R
     The service stores no such row, but a person may have changed one by hand. It must not hide the others.
     """
     return [record for row in found for record in _record_of(row, present)]
+
+
+def damaged(row: Base) -> dict[str, type]:
+    """Return the columns in which a row has no number or no time although it should, with their types.
+
+    SQLite stores text in any column. Every database stores numbers that are no time, such as 2**62.
+    """
+    kinds = {column.key: _kind(column.type) for column in inspect(type(row)).columns}
+    found = {name: (kind, getattr(row, name)) for name, kind in kinds.items() if kind is not None}
+    return {
+        name: kind
+        for name, (kind, value) in found.items()
+        if value is not None and not isinstance(value, (kind, int) if kind is float else kind)
+    }
+
+
+def _kind(column: TypeEngine[Any]) -> type | None:
+    """Return the type of the numbers or times of a column, or None."""
+    if isinstance(column, Instant):
+        return datetime
+    return column.python_type if isinstance(column, Integer | Float) else None
 
 
 def _record_of(row: Row, present: Callable[[Row], Record]) -> tuple[Record, ...]:

@@ -10,6 +10,7 @@ publish. All times come from the database's clock. The blobs of a result must be
 transaction that calls `complete`.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,13 @@ from sqlalchemy import BigInteger, Select, exists, func, literal, or_, select, t
 from sqlalchemy.orm import Session, aliased
 
 from permille.schemas.jobs import UNFINISHED, EventKind, JobState
+from permille.store import rows
 from permille.store.database import Database, now, run_each
 from permille.store.errors import StaleClaimError
 from permille.store.jobs import parents, transitions
-from permille.store.tables import Device, Instant, Job, Tenant
+from permille.store.tables import Device, Instant, Job, JobEvent, Tenant
+
+_log = logging.getLogger(__name__)
 
 # Pauses before the next attempt, in seconds. The first pauses are short, so a job recovers quickly from an
 # outage. Later pauses are long, so a job that always fails costs little.
@@ -134,7 +138,7 @@ def _next(session: Session, at: datetime) -> Job | None:
     """
     by_tenant, by_device = _count_running(session)
     tenants = session.execute(_TENANTS).all()
-    due = [tenant.id for tenant in tenants if tenant.due_at is not None and tenant.due_at <= at]
+    due = [tenant.id for tenant in tenants if isinstance(tenant.due_at, datetime) and tenant.due_at <= at]
     # The sort is stable, so tenants with equally many running jobs keep the order of the query.
     for tenant_id in sorted(due, key=by_tenant.__getitem__):
         own = _QUEUED.where(Job.tenant_id == tenant_id, Job.device_id.is_(None), Job.available_at <= at)
@@ -182,7 +186,23 @@ def _devices(tenant_id: str, at: datetime) -> Select[str]:
 def _lock_first(session: Session, query: Select[Job]) -> Job | None:
     """Lock the first job of the query that no other worker has locked."""
     free = query.limit(1).with_for_update(skip_locked=True, key_share=True)
-    return session.scalar(free.execution_options(populate_existing=True))
+    free = free.execution_options(populate_existing=True)
+    while (job := session.scalar(free)) is not None and (damaged := rows.damaged(job)):
+        _give_up(session, job, damaged)
+    return job
+
+
+def _give_up(session: Session, job: Job, damaged: Mapping[str, object]) -> None:
+    """End a queued job in whose row a person replaced numbers, so that it does not stop the other jobs."""
+    # Each claim adds an event, so this number is at least the number of claims, as the fence must be.
+    events = session.scalar(select(func.max(JobEvent.seq)).where(JobEvent.job_id == job.id)) or 0
+    for name, kind in damaged.items():
+        setattr(job, name, now(session) if kind is datetime else events)
+    message = f"The job's row is damaged: {', '.join(damaged)}. To start it again, retry it."
+    job.error = {"type": "DamagedRow", "message": message, "retryable": False}
+    _log.error("%s fails: %s", job.id, message)
+    # A parent is advanced by the next sweep, because it must be locked before its parts.
+    transitions.transition(session, job, JobState.FAILED, error=job.error)
 
 
 def oldest_start(session: Session) -> datetime | None:

@@ -62,6 +62,38 @@ def test_a_damaged_job_stops_no_other(db: Database, tenant_id: str, payload: str
     assert (first.job_id, first.payload, second.job_id) == (damaged.id, {}, other.id)
 
 
+@pytest.mark.parametrize(
+    "column", ["attempt", "fence", "max_attempts", "event_seq", "progress", "created_at"]
+)
+def test_a_job_whose_numbers_are_damaged_fails_and_stops_no_other(
+    db: Database, tenant_id: str, column: str
+) -> None:
+    damaged, other = submit(db, tenant_id), submit(db, tenant_id)
+    with db.write() as session:
+        sqlite = session.get_bind().dialect.name == "sqlite"
+        if not sqlite and column != "created_at":
+            pytest.skip("PostgreSQL stores no text there")
+        value = "'many'" if sqlite else str(2**62)  # a time after the year 9999
+        session.execute(text(f"UPDATE jobs SET {column} = {value} WHERE id = :id"), {"id": damaged.id})
+    assert take(db).job_id == other.id
+    row = read(db, damaged)
+    assert (row.state, (row.error or {})["type"]) == ("failed", "DamagedRow")
+    assert column in str((row.error or {})["message"])
+    with db.write() as session:
+        assert queue.retry(session, tenant_id=tenant_id, job_id=damaged.id).state == "queued"
+    assert take(db).job_id == damaged.id
+
+
+def test_a_job_without_a_due_time_stops_no_other_tenant(
+    db: Database, tenant_id: str, other_tenant_id: str
+) -> None:
+    damaged, other = submit(db, tenant_id), submit(db, other_tenant_id)
+    with db.write() as session:
+        value = "'soon'" if session.get_bind().dialect.name == "sqlite" else str(2**62)
+        session.execute(text(f"UPDATE jobs SET available_at = {value} WHERE id = :id"), {"id": damaged.id})
+    assert take(db).job_id == other.id
+
+
 _RACE = """
 import sys
 from permille.store.jobs import claims
