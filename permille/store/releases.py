@@ -10,6 +10,7 @@ from sqlalchemy import Row, and_, bindparam, func, select
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
+from permille.schemas.fields import MAX_INTEGER
 from permille.schemas.jobs import JobKind
 from permille.store import artifacts, rows
 from permille.store.database import Database, now
@@ -78,7 +79,11 @@ def follow(session: Session, *, tenant_id: str, before: Listing, after: Listing)
 
 def latest_version(session: Session, *, tenant_id: str, name: str) -> int:
     """Return the highest version of `name`, including yanked ones, or 0 if there is none."""
-    query = select(func.max(Release.version)).where(Release.tenant_id == tenant_id, Release.name == name)
+    query = select(func.max(Release.version)).where(
+        Release.tenant_id == tenant_id,
+        Release.name == name,
+        Release.version <= MAX_INTEGER,  # SQLite finds text to be larger than any number
+    )
     return session.scalar(query) or 0
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from permille.schemas.access import Role
 from tests.api_service import Api, TestDevice, new_run_id, run_metrics
@@ -92,3 +93,38 @@ def test_a_comparison_needs_a_version_before(api: Api) -> None:
     api.post("/v1/releases/tiny/versions/1/yank", {"reason": "bad"})
     assert api.get("/v1/releases/tiny/comparison").status_code == 404
     assert api.get("/v1/releases/tiny/comparison?against=1").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("damage", "status"),
+    [
+        ("UPDATE releases SET created_at = 'yesterday' WHERE version = :version", 409),
+        ("UPDATE runs SET gain = 'much' WHERE version = :version", 409),
+        ("UPDATE runs SET loss = 'low' WHERE version = :version", 200),
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_damaged_version_is_told_by_its_comparison(
+    api: Api, version: int, damage: str, status: int
+) -> None:
+    for seed in (0, 1):
+        api.publish(api.package(seed=seed))
+    device = api.device()
+    token = device.token()
+    for told in (1, 2):
+        report(api, device, token, version=told)
+    with api.service.database.write() as session:
+        session.execute(text(damage), {"version": version})
+    answer = api.get("/v1/releases/tiny/comparison")
+    assert answer.status_code == status
+    if status == 409:
+        assert f"Version {version} of 'tiny' cannot be compared" in answer.json()["detail"]
+
+
+def test_text_in_place_of_a_version_stops_no_publication(api: Api) -> None:
+    for seed in (0, 1):
+        api.publish(api.package(seed=seed), alias=f"of-{seed}")
+    with api.service.database.write() as session:
+        session.execute(text("DELETE FROM aliases"))
+        session.execute(text("UPDATE releases SET version = 'two' WHERE version = 2"))
+    assert api.publish(api.package(seed=2))["version"] == 2

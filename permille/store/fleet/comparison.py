@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from permille.schemas.releases import Change, Comparison, Measure, Verdict, VersionResults
 from permille.store import releases
-from permille.store.errors import NotFoundError
+from permille.store.errors import ConflictError, NotFoundError
 from permille.store.fleet.few import LEAST
 from permille.store.fleet.statistics import (
     Interval,
@@ -47,6 +47,7 @@ def compare(
 
     Raises:
         NotFoundError: there is no such version, or no version to compare with.
+        ConflictError: the row of a version, or the report of a device on it, is damaged.
     """
     version = version or releases.latest_version(session, tenant_id=tenant_id, name=name)
     row = releases.get(session, tenant_id=tenant_id, name=name, version=version)
@@ -57,6 +58,12 @@ def compare(
     found = {one.version: one for one in counted}
     missing = [one for one in (row, other) if one.version not in found]
     found |= {one.version: one for one in results(session, missing)}
+    for one in (row, other):
+        if one.version not in found:
+            raise ConflictError(
+                f"Version {one.version} of {name!r} cannot be compared, because its row or the report of a "
+                "device is damaged. The log of the service tells more. Compare other versions."
+            )
     after_results, before_results = found[row.version], found[other.version]
     both, loss = _losses(session, row, other)
     changes = [
@@ -110,7 +117,8 @@ def _losses(session: Session, row: Release, other: Release) -> tuple[int, list[C
     """Return the number of devices that reported both versions, and the change of their loss."""
     after, before = (_loss_by_device(session, one) for one in (row, other))
     both = [(new, before[device_id]) for device_id, new in after.items() if device_id in before]
-    pairs = [(new, old) for new, old in both if new is not None and old is not None]
+    # SQLite would also return a text that a person wrote there.
+    pairs = [(new, old) for new, old in both if isinstance(new, float) and isinstance(old, float)]
     if not pairs:
         return len(both), []
     later, earlier = (median_of(losses) for losses in zip(*pairs, strict=True))

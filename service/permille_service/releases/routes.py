@@ -73,7 +73,7 @@ def get_release(
         return present_record(session, row)
 
 
-@router.get("/{name}/comparison")
+@router.get("/{name}/comparison", responses=documented(ProblemType.CONFLICT))
 def compare_release(
     name: ReleaseName,
     service: Served,
