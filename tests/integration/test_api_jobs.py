@@ -55,7 +55,15 @@ def test_more_sequences_than_a_corpus_can_hold_are_refused(stocked: Api) -> None
     names = {"model_id": add_model(stocked), "corpus_id": add_corpus(stocked)}
     answer = stocked.post("/v1/masks", {"method": "fisher", **names, "sequences": 10_000, "length": 512})
     assert answer.status_code == 409
-    assert "cannot hold 5120000 tokens" in answer.json()["detail"]
+    assert "cannot hold 10000 sequences of 128 tokens" in answer.json()["detail"]
+
+
+def test_a_corpus_needs_no_more_text_than_the_positions_of_the_model_take(stocked: Api) -> None:
+    names = {"model_id": add_model(stocked), "corpus_id": add_corpus(stocked)}
+    size_bytes = (stocked.service.settings.corpus_root / "texts.jsonl").stat().st_size
+    for length in (128, 512, 32_768):  # the model has 128 positions
+        body = {"method": "fisher", **names, "sequences": size_bytes // 128, "length": length}
+        assert stocked.post("/v1/masks", body).status_code == 202
 
 
 def test_a_tenant_may_queue_only_so_many_jobs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from permille_sparsify.schemas import Recovery, SparsificationCreate
 def planned(planner: Planner, request: SparsificationCreate) -> Needs:
     """Estimate a sparsification. Refuse it if it does not fit the model, or if its name is taken."""
     inputs.check_name(planner.session, Model, planner.tenant_id, request.name)
-    planner.check_corpus(request.corpus_id, request.sequences * request.length)
+    planner.check_sequences(request.corpus_id, request.model_id, request.sequences, request.length)
     sizes = planner.sizes(request.model_id)
     model = rows.get(planner.session, Model, tenant_id=planner.tenant_id, row_id=request.model_id)
     if sizes is None or model.config is None:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Body
 from sqlalchemy.orm import Session
 
 from permille.choices import AdapterKind
+from permille.models.settings import within_positions
 from permille.schemas.fields import Closed
 from permille.schemas.jobs import JobKind, Preflight
 from permille.schemas.kinds import PreflightCreate, parse_request
@@ -141,7 +142,7 @@ class Planner:
     def _mask(self, mask: FisherMask | WeightMask, model_id: str) -> Needs:
         sizes = self.sizes(model_id, mask.scope)
         if isinstance(mask, FisherMask):
-            self.check_corpus(mask.corpus_id, mask.sequences * mask.length)
+            self.check_sequences(mask.corpus_id, model_id, mask.sequences, mask.length)
         if sizes is None:
             return NOTHING
         memory_bytes = self._machine.memory_bytes
@@ -153,8 +154,8 @@ class Planner:
         if isinstance(options, Source):
             self._check_gguf(request.model_id)
         if isinstance(options, AutoRound):
-            tokens = options.calibration_sequences * options.calibration_length
-            self.check_corpus(options.calibration_corpus_id, tokens)
+            number, length = options.calibration_sequences, options.calibration_length
+            self.check_sequences(options.calibration_corpus_id, request.model_id, number, length)
         if sizes is None:
             return NOTHING
         evaluated, memory_bytes = request.evaluation_corpus_id is not None, self._machine.memory_bytes
@@ -258,22 +259,28 @@ class Planner:
         with as_conflicts():
             return sizes_of(model.config, scope)
 
-    def check_corpus(self, corpus_id: str | None, tokens: int = 0) -> None:
-        """Refuse a corpus whose file has fewer bytes than the request needs tokens.
+    def check_corpus(self, corpus_id: str | None) -> None:
+        """Refuse a corpus that does not exist. Raises NotFoundError."""
+        if corpus_id is not None:
+            rows.get(self.session, Corpus, tenant_id=self.tenant_id, row_id=corpus_id)
+
+    def check_sequences(self, corpus_id: str, model_id: str, number: int, length: int) -> None:
+        """Refuse a corpus whose file has fewer bytes than the sequences have tokens.
 
         A token takes at least one byte. The exact number of tokens is known only after a job has read the
-        corpus.
+        corpus. Jobs shorten the sequences to the positions of the model.
         """
-        if corpus_id is None:
-            return
         corpus = rows.get(self.session, Corpus, tenant_id=self.tenant_id, row_id=corpus_id)
+        model = rows.get(self.session, Model, tenant_id=self.tenant_id, row_id=model_id)
+        with as_conflicts():
+            length = within_positions(model.config or {}, length)
         # The text of a compressed file may be many times larger than the file.
         packed = str(corpus.source.get("path", "")).endswith(".gz")
-        if corpus.size_bytes is not None and not packed and tokens > corpus.size_bytes:
+        if corpus.size_bytes is not None and not packed and number * length > corpus.size_bytes:
             raise ApiError(
                 ProblemType.CONFLICT,
-                f"The corpus {corpus.name!r} of {corpus.size_bytes} bytes cannot hold {tokens} tokens "
-                "(sequences times length). Ask for fewer or shorter sequences.",
+                f"The corpus {corpus.name!r} of {corpus.size_bytes} bytes cannot hold {number} sequences of "
+                f"{length} tokens. Ask for fewer or shorter sequences.",
             )
 
 
