@@ -5,9 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
+from permille.choices import MaskMethod
 from permille.exits import CommandError, Exit
 from permille.schemas.jobs import ENDED, JobKind, JobState
 from permille.schemas.kinds import WORK
+from permille.schemas.masks import FisherMask
 from permille.schemas.work import View, WorkKind
 from permille_service.cli.commands import (
     PACKAGES,
@@ -60,6 +62,7 @@ def _add_create(group: typer.Typer, work: WorkKind) -> None:
         session: Session, body: dict[str, Any], no_wait: NoWait = False, again: Again = False, key: Key = None
     ) -> None:
         path = f"/v1/{work.collection}{'?again=true' if again else ''}"
+        _tell_default(session, body.get("mask", body))
         job = session.client.post(path, body, key=key)
         if job["state"] == JobState.SUCCEEDED:
             session.output.say("An equal request has already succeeded. Use --again to repeat the work.")
@@ -68,6 +71,16 @@ def _add_create(group: typer.Typer, work: WorkKind) -> None:
             session.output.say_next(f"permille jobs watch {job['id']}")
         else:
             _show_made(session, watch(session.client, session.output, job["id"]), work.view)
+
+
+def _tell_default(session: Session, mask: Mapping[str, Any]) -> None:
+    """Tell how much text a mask reads if the user did not choose it. The time of a mask grows with it."""
+    if mask.get("method") == MaskMethod.FISHER and "sequences" not in mask:
+        number, length = (FisherMask.model_fields[name].default for name in ("sequences", "length"))
+        session.output.say(
+            f"Gradients are measured on {number} sequences of up to {mask.get('length', length)} tokens. "
+            "Fewer take less time: see --sequences."
+        )
 
 
 def _add_preflight(app: typer.Typer, work: WorkKind) -> None:

@@ -386,6 +386,26 @@ def test_a_job_that_may_succeed_later_is_told_with_its_retry(
     assert str(ended.value) == told
 
 
+@pytest.mark.parametrize("group", ["builds", "masks"])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--corpus", "c"), "on 100 sequences of up to 512 tokens. Fewer take less time: see --sequences."),
+        (("--corpus", "c", "--length", "64"), "on 100 sequences of up to 64 tokens."),
+        (("--corpus", "c", "--sequences", "4"), ""),
+        (("--method", "random"), ""),
+    ],
+)
+def test_sequences_that_were_not_chosen_are_told(
+    client: Collections, monkeypatch: pytest.MonkeyPatch, group: str, options: tuple[str, ...], told: str
+) -> None:
+    monkeypatch.setattr(client, "post", lambda *_, **__: {"id": "job_1", "state": "queued"})
+    client.rows.update(models=MODELS, corpora=[{"id": "corpus_1", "name": "c"}])
+    assert main.main([group, "create", "--model", "a", *options, "--no-wait"]) == 0
+    said = " ".join(client.output.console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert told in said and ("Gradients" in said) == bool(told)
+
+
 @pytest.mark.parametrize(
     ("state", "told"),
     [
