@@ -65,10 +65,20 @@ def publish_release(session: Session, body: dict[str, Any], key: Key = None) -> 
     Example:
 
       permille releases publish tiny-llama --package 577a9004 --alias stable
+
+    To let an alias point at a version that exists, use `permille releases alias`.
     """
     made = session.client.post("/v1/releases", body, key=key)
     session.output.show(made)
     name, alias = made["name"], body.get("alias")
+    # A new version of the same package may be meant: it may have other options for the training.
+    versions = session.client.pages("/v1/releases", name=name)
+    same = [one["version"] for one in versions if one["manifest_digest"] == made["manifest_digest"]]
+    if earlier := [one for one in same if one < made["version"]]:
+        session.output.say(
+            f"Version {made['version']} has the same package as version {max(earlier)}. If you only wanted "
+            "to move an alias, use `permille releases alias` next time."
+        )
     if alias is None:
         session.output.say_next(f"permille releases alias {name} stable {made['version']}")
     else:

@@ -274,6 +274,18 @@ def test_a_release_is_shown_with_yanked_versions_that_devices_have(
         assert sorted((int(row[1]), row[3]) for row in rows) == [(1, "no"), (2, "yes"), (3, "no")]
 
 
+@pytest.mark.parametrize("digests", ["ab", "aa", "aba"])
+def test_a_package_that_is_published_again_is_told(
+    client: Collections, monkeypatch: pytest.MonkeyPatch, digests: str
+) -> None:
+    rows = [{"name": "t", "version": n, "manifest_digest": one} for n, one in enumerate(digests, 1)]
+    client.rows.update(releases=rows, packages=[{"digest": "sha256:1"}])
+    monkeypatch.setattr(client, "post", lambda *_, **__: rows[-1])
+    assert main.main(["releases", "publish", "t", "--package", "sha256:1"]) == 0
+    said = " ".join(client.output.console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert (f"Version {len(rows)} has the same package as version 1." in said) == (digests != "ab")
+
+
 def test_brackets_are_printed_in_rows_and_fields() -> None:
     assert TEXT in printed(table_of([{"name": TEXT}], ("name",)))
     assert TEXT in printed(fields_of({"name": TEXT}))
