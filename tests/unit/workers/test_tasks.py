@@ -100,6 +100,21 @@ def test_too_little_text_for_a_basis_ends_the_first_step_of_a_build(bench: Bench
     assert "A basis needs 12 rows of public text or more." in message
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_too_little_text_for_later_steps_ends_the_mask_of_a_build(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, evaluated: bool
+) -> None:
+    # Enough for a sequence of 8 tokens, but not for a row of a reference (64) or of an evaluation (128).
+    (bench.root / "corpora" / "rows.jsonl").write_text('{"text": "few words, and then some more"}')
+    monkeypatch.delattr("permille_workers.tasks.mask._scored")
+    request = build_request(bench)
+    request["mask"] |= {"sequences": 1, "length": 8}
+    request["evaluation_corpus_id"] = bench.corpus.id if evaluated else None
+    message = failed(bench, JobKind.BUILD, request)
+    assert message.startswith("mask")
+    assert f"It must have at least {128 if evaluated else 64} tokens" in message
+
+
 def test_too_little_text_to_evaluate_ends_a_quantization_before_its_work(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

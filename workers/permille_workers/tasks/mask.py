@@ -19,13 +19,16 @@ def run(context: TaskContext, request: FisherMaskCreate | WeightMaskCreate) -> P
         InputError: the options contradict each other, or the model or corpus is unusable.
         RetryableError: the hub or the data set cannot be reached.
     """
-    # Opening a model may take minutes. Sequences that an earlier attempt drew need no corpus.
-    if isinstance(request, FisherMaskCreate) and shard.drawn_before(context) is None:
+    # Sequences that an earlier attempt drew need no corpus.
+    needs_text = not isinstance(request, FisherMaskCreate) or shard.drawn_before(context) is None
+    # Opening a model may take minutes.
+    if isinstance(request, FisherMaskCreate) and needs_text:
         context.progress(0.0, "reaching the corpus")
         reach_corpus(context, request.corpus_id)
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)
-    check_text_of_build(context, model.checkpoint)
+    if needs_text:
+        check_text_of_build(context, model)
     scored = _scored(context, model, request) if isinstance(request, FisherMaskCreate) else None
     if isinstance(scored, PartsToAdd):
         return scored

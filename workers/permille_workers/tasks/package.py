@@ -8,9 +8,9 @@ from permille.models.checkpoint import Checkpoint
 from permille.package.build import ChosenAdapter, ChosenMask
 from permille.package.limits import Role
 from permille.pipeline.basis import with_basis
-from permille.pipeline.draw import Drawn
+from permille.pipeline.draw import Corpus, Drawn
 from permille.pipeline.inputs import versions
-from permille.pipeline.pack import pack, reference_sampling
+from permille.pipeline.pack import pack
 from permille.pipeline.select import read_mask
 from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import parse_request
@@ -20,7 +20,7 @@ from permille.schemas.quantizations import QuantizationCreate
 from permille.store.tables import Artifact
 from permille_workers.runtime.context import Publish, TaskContext
 from permille_workers.tasks.artifacts import layer_of, publishes_package, quantization_of
-from permille_workers.tasks.sources import draw_for_basis, open_corpus, open_model
+from permille_workers.tasks.sources import draw_for_basis, draw_for_reference, open_corpus, open_model
 
 _BEFORE_BASIS = 0.5
 """Progress of a job when it begins to learn a basis."""
@@ -48,9 +48,11 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
     origins = {"mask": mask_row and mask_row.provenance, "quantization": quantization.provenance}
     if request.adapter is not None:
         origins["adapter"] = request.adapter.model_dump(mode="json")
-    # Draw the text of the basis now, because too little text must fail before the rest of the work.
+    # Draw all text now, because too little text must fail before the rest of the work.
     corpus_id = _corpus_of(mask_row, coded)
-    basis_text = _basis_text(context, model.checkpoint, corpus_id) if request.basis else None
+    corpus = None if corpus_id is None else open_corpus(context, corpus_id)
+    basis_text = _basis_text(corpus, model.checkpoint) if request.basis else None
+    text = None if corpus is None else draw_for_reference(corpus, model.checkpoint)
     # Learning a basis takes about as long as everything else.
     packed = _BEFORE_BASIS if request.basis else 1.0
     package = pack(
@@ -59,7 +61,7 @@ def run(context: TaskContext, request: PackageCreate) -> Publish:
         _adapter(request) if mask_row is None else _mask(context, mask_row),
         (layer_of(quantization, Role.DENSE), layer_of(quantization, Role.PLAIN)),
         quantization_of(coded.options),
-        text=_text(context, model.checkpoint, corpus_id),
+        text=text,
         provenance=cast("dict[str, JSON]", {name: origin for name, origin in origins.items() if origin}),
         made=versions("tokenizers"),
         work=context.work_folder,
@@ -85,23 +87,13 @@ def _corpus_of(mask_row: Artifact | None, coded: QuantizationCreate) -> str | No
     return public_text(asked, coded.evaluation_corpus_id)
 
 
-def _text(context: TaskContext, checkpoint: Checkpoint, corpus_id: str | None) -> Drawn | None:
-    """Draw rows of the corpus for the reference."""
-    if corpus_id is None:
-        return None
-    from permille.models.loading import FileTokenizer
-
-    corpus, wanted = open_corpus(context, corpus_id), reference_sampling(checkpoint.config)
-    return corpus.draw_held_out(FileTokenizer(checkpoint.folder), wanted)[0]
-
-
-def _basis_text(context: TaskContext, checkpoint: Checkpoint, corpus_id: str | None) -> Drawn:
+def _basis_text(corpus: Corpus | None, checkpoint: Checkpoint) -> Drawn:
     """Draw rows of the corpus for the basis."""
-    if corpus_id is None:
+    if corpus is None:
         raise InputError(
             "A basis needs public text. Choose a mask with a corpus, or measure the quantization on one."
         )
-    return draw_for_basis(context, checkpoint, corpus_id)
+    return draw_for_basis(corpus, checkpoint)
 
 
 def _mask(context: TaskContext, mask_row: Artifact) -> ChosenMask:

@@ -27,7 +27,7 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     """
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)
-    check_text_of_build(context, model.checkpoint)
+    check_text_of_build(context, model)
     how, embeddings = quantization_of(request.options), request.options.embeddings
     evaluation = _evaluation(context, model, request)
     codes = _codes(context, model, request, how)

@@ -4,6 +4,7 @@ The first job that reads a model stores the digest of its files. If the files ha
 refuses them. So the mask, the quantization and the values of a package come from the same weights.
 """
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
@@ -21,6 +22,8 @@ from permille.models.sources import download_model, resolve_inside
 from permille.pipeline.basis import MOST_ROWS, draw_basis_text
 from permille.pipeline.draw import Corpus, Drawn
 from permille.pipeline.inputs import SourceModel
+from permille.pipeline.pack import reference_sampling
+from permille.pipeline.quantize import evaluation_text
 from permille.schemas.inputs import (
     CorpusSource,
     FileCorpus,
@@ -37,6 +40,7 @@ from permille.store import inputs, rows, tables
 from permille.store.inputs import ModelFacts
 from permille.store.tables import Model
 from permille.training.basis import LEAST_ROWS
+from permille.training.reference import TEXT_ROWS
 from permille_workers.runtime.context import TaskContext
 
 AnyModel = FolderModel | HubModel | GgufModel | SparsifiedModel
@@ -118,10 +122,11 @@ def reach_corpus(context: TaskContext, corpus_id: str) -> None:
         next(streamed_texts(source.dataset, source.split, ReadReport()), None)
 
 
-def check_text_of_build(context: TaskContext, checkpoint: Checkpoint) -> None:
-    """If the job is the first step of a build with a basis, check that the build has enough text for it.
+def check_text_of_build(context: TaskContext, model: SourceModel) -> None:
+    """If the job is a step of a build, check that the build has enough text for its other steps.
 
-    Otherwise only the last step of the build would fail, after long work.
+    These are the evaluation, the reference and the basis. Otherwise only a later step would fail, after long
+    work.
 
     Raises:
         InputError: there is too little text.
@@ -134,20 +139,38 @@ def check_text_of_build(context: TaskContext, checkpoint: Checkpoint) -> None:
             session, tables.Job, tenant_id=context.claim.tenant_id, row_id=context.claim.parent_id
         )
     build: BuildCreate = parse_request(JobKind.BUILD, parent.payload)
-    corpus_id = public_text(build.mask, build.evaluation_corpus_id)
-    if build.basis and corpus_id is not None:
-        context.progress(0.0, "reading the text of the basis")
-        draw_for_basis(context, checkpoint, corpus_id, most=LEAST_ROWS)
+    public, measured = public_text(build.mask, build.evaluation_corpus_id), build.evaluation_corpus_id
+    used = dict.fromkeys(one for one in (public, measured) if one is not None)
+    if used:
+        context.progress(0.0, "reading text for later steps")
+    corpora = {corpus_id: open_corpus(context, corpus_id) for corpus_id in used}
+    # Each step takes fewer rows if there is less text, down to the number that is checked here.
+    if measured is not None:
+        evaluation_text(model, corpora[measured], 1, 0)
+    if public is not None:
+        draw_for_reference(corpora[public], model.checkpoint, most=1)
+    if public is not None and build.basis:
+        draw_for_basis(corpora[public], model.checkpoint, most=LEAST_ROWS)
 
 
-def draw_for_basis(
-    context: TaskContext, checkpoint: Checkpoint, corpus_id: str, *, most: int = MOST_ROWS
-) -> Drawn:
+def draw_for_reference(corpus: Corpus, checkpoint: Checkpoint, *, most: int = TEXT_ROWS) -> Drawn:
+    """Draw at most this many rows of a corpus for a reference.
+
+    Raises:
+        InputError: the corpus is shorter than a row, or is damaged.
+        RetryableError: the data set cannot be reached.
+    """
+    from permille.models.loading import FileTokenizer
+
+    wanted = replace(reference_sampling(checkpoint.config), number=most)
+    return corpus.draw_held_out(FileTokenizer(checkpoint.folder), wanted)[0]
+
+
+def draw_for_basis(corpus: Corpus, checkpoint: Checkpoint, *, most: int = MOST_ROWS) -> Drawn:
     """Draw rows of a corpus for a basis. Raises the errors of `draw_basis_text`."""
     from permille.models.loading import FileTokenizer
 
-    tokenizer = FileTokenizer(checkpoint.folder)
-    return draw_basis_text(open_corpus(context, corpus_id), tokenizer, checkpoint.config, most=most)
+    return draw_basis_text(corpus, FileTokenizer(checkpoint.folder), checkpoint.config, most=most)
 
 
 def _open(
