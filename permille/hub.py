@@ -6,10 +6,12 @@ from permille.retry_after import stated_wait_s
 # A rate limit that names no time is tried again after a minute.
 _LIMITED_S = 60.0
 _LEAST_S = 1.0
+# Errors of the library at an answer of another form, such as a page on which a person must sign in.
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def hub_failure(exc: BaseException | None, what: str) -> RetryableError:
-    """Describe a failed download: the hub did not answer, or answered without the file.
+    """Describe a failed download: the hub did not answer, answered without the file, or cannot be understood.
 
     Args:
         exc: the error of `huggingface_hub` or of a library above it. Its cause may hold the hub's answer.
@@ -19,6 +21,11 @@ def hub_failure(exc: BaseException | None, what: str) -> RetryableError:
     while found is not None and getattr(found, "response", None) is None:
         found = found.__cause__ or found.__context__
     response = getattr(found, "response", None)
+    if response is None and isinstance(exc, _UNREADABLE):
+        return RetryableError(
+            f"The hub's answer for {what} cannot be read: {type(exc).__name__}: {exc!s:.200}. Check the "
+            "network's proxies, and HF_ENDPOINT if set."
+        )
     if response is None:
         reason = str(exc).rstrip(".")
         return RetryableError(

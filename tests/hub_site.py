@@ -22,6 +22,8 @@ REPOSITORY, COMMIT = "owner/name", "0123456789abcdef0123456789abcdef01234567"
 GATED = "owner/gated"
 REFUSING = {"owner/forbidden": 403, "owner/broken": 500}
 """Repositories that answer every request with this status."""
+PORTAL, CIRCLE = "owner/portal", "owner/circle"
+"""Repositories that answer with a page on which to sign in, and with redirects to the same address."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class HubSite:
         claimed: Sizes that the server states instead of the real ones.
         asked: Paths of the files whose content was asked for, in order.
         ranges: `Range` headers of these requests.
+        sent: Bytes that the server sends instead of the real ones, without stating a length.
         stall_after: Number of bytes of a file after which the server stops sending until `go_on` is set.
         stalled: Set when the server stopped sending.
     """
@@ -43,6 +46,7 @@ class HubSite:
     claimed: Mapping[str, int] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     ranges: list[str] = field(default_factory=list)
+    sent: Mapping[str, bytes] = field(default_factory=dict)
     stall_after: int | None = None
     stalled: threading.Event = field(default_factory=threading.Event)
     go_on: threading.Event = field(default_factory=threading.Event)
@@ -88,6 +92,10 @@ def _answer(request: BaseHTTPRequestHandler, site: HubSite) -> None:
         _refuse(request, 401, "GatedRepo")
     elif repository in REFUSING:
         _refuse(request, REFUSING[repository], "")
+    elif repository == PORTAL:
+        _send(request, b"<html>Sign in", "text/html")
+    elif repository == CIRCLE:
+        _refuse(request, 302, "", Location=request.path)
     elif repository != REPOSITORY:
         _refuse(request, 401, "RepoNotFound")
     elif COMMIT not in rest:
@@ -107,8 +115,10 @@ def _answer(request: BaseHTTPRequestHandler, site: HubSite) -> None:
         _refuse(request, 404, "EntryNotFound")
 
 
-def _refuse(request: BaseHTTPRequestHandler, status: int, code: str) -> None:
+def _refuse(request: BaseHTTPRequestHandler, status: int, code: str, **headers: str) -> None:
     request.send_response(status)
+    for name, value in headers.items():
+        request.send_header(name, value)
     for name in ("X-Error-Code", "X-Error-Message"):
         if code:
             request.send_header(name, code)
@@ -137,7 +147,11 @@ def _send_file(request: BaseHTTPRequestHandler, site: HubSite, file: str) -> Non
         request.send_header("X-Linked-Size", str(site.claimed.get(file, len(data))))
     if ranged:
         request.send_header("Content-Range", f"bytes {first}-{len(data) - 1}/{len(data)}")
-    request.send_header("Content-Length", str(len(data) - first))
+    if file in site.sent and request.command == "GET":
+        request.close_connection = True
+        data = site.sent[file]
+    else:
+        request.send_header("Content-Length", str(len(data) - first))
     request.end_headers()
     if request.command != "GET":
         return

@@ -5,7 +5,7 @@ This module is separate from `sources`, because the API imports `sources`, and a
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Literal, cast
+from typing import Literal
 
 from permille.choices import StreamedDataset
 from permille.corpora.sources import BadRow, ReadReport, checked_text
@@ -39,17 +39,14 @@ def streamed_texts(
 
 def _open_stream(dataset: StreamedDataset, split: str) -> Iterable[dict[str, object]]:
     import datasets
-    from huggingface_hub.errors import HfHubHTTPError
 
-    # These are OSError, and the base of all errors of the hub's HTTP library.
-    failures = cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
     try:
         # A name such as `allenai/c4` would also match a folder of this name here, or a copy of any commit in
         # the cache of `datasets`. A URL names the hub alone.
         yield from datasets.load_dataset(
             "json", data_files={split: _STREAMS[dataset].format(split=split)}, split=split, streaming=True
         )
-    except failures as exc:
+    except Exception as exc:  # of `datasets`, or of one of the libraries for HTTP, gzip and JSON below it
         failure = hub_failure(exc, dataset)
         raise RetryableError(
             f"{failure} Or register a file: `permille corpora add NAME --file FILE`.",

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from permille.errors import InputError, OperatorError, RetryableError
+from permille.errors import InputError, OperatorError, PermilleError, RetryableError
 from permille.files import follow_inside
 from permille.hub import hub_failure
 from permille.models.checkpoint import TEXT_FILES
@@ -119,6 +119,12 @@ def _fetch(repository: str, commit: str, folder: Path) -> None:
         # A dry run hides the hub's answer behind an error of its own.
         found = exc.__cause__ if isinstance(exc, DryRunError) else exc
         raise _refusal(found, repository, commit) from exc
+    except Exception as exc:
+        # The library does not translate redirects in a circle, answers that are no JSON, and files of
+        # another size.
+        if isinstance(exc, PermilleError) or (isinstance(exc, OSError) and exc.errno is not None):
+            raise
+        raise hub_failure(exc, repository) from exc
     # If the network failed meanwhile, the library returns an incomplete folder without an error.
     if not all((folder / file.filename).exists() for file in listed):
         raise RetryableError(f"The download of {repository} was cut off.")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from permille.models.checkpoint import Checkpoint
-from tests.hub_site import COMMIT, GATED, REPOSITORY, HubSite, hub_site
+from tests.hub_site import CIRCLE, COMMIT, GATED, PORTAL, REPOSITORY, HubSite, hub_site
 
 MODEL = Path(__file__).parents[2] / "examples" / "model"
 # Copies of the weights for other programs, pickles and code. They must not be downloaded.
@@ -90,6 +90,8 @@ def test_a_killed_download_goes_on(site: HubSite, tmp_path: Path) -> None:
         (REPOSITORY, "f" * 40, ("InputError", f"{REPOSITORY} has no commit {'f' * 40}")),
         ("owner/forbidden", COMMIT, ("InputError", "refuses owner/forbidden", "403", "HF_TOKEN")),
         ("owner/broken", COMMIT, ("RetryableError", "answered 500", "owner/broken")),
+        (PORTAL, COMMIT, ("RetryableError", "answer for owner/portal cannot be read", "HF_ENDPOINT")),
+        (CIRCLE, COMMIT, ("RetryableError", "Cannot reach the hub for owner/circle", "redirects")),
     ],
 )
 def test_a_refusal_says_what_to_do(
@@ -97,6 +99,14 @@ def test_a_refusal_says_what_to_do(
 ) -> None:
     said = download(site, tmp_path, repository, commit)
     assert all(word in said for word in words), said
+    assert not list(tmp_path.glob("hub/*/*/.complete"))
+
+
+def test_a_file_that_is_cut_off_without_a_word_is_tried_again(site: HubSite, tmp_path: Path) -> None:
+    site.sent = {"model.safetensors": b"<html>"}
+    said = download(site, tmp_path)
+    assert said.startswith(f"RetryableError: Cannot reach the hub for {REPOSITORY}"), said
+    assert "has size 6" in said
     assert not list(tmp_path.glob("hub/*/*/.complete"))
 
 

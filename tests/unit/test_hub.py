@@ -32,6 +32,7 @@ def answer(status: int, **headers: str) -> Exception:
         (answer(503), "answered 503 for a/b", None),
         (answer(500, retry_after="30"), "answered 500 for a/b", None),
         (TimeoutError("timed out."), "Cannot reach the hub for a/b: timed out. Check the network", None),
+        (ValueError("no JSON"), "answer for a/b cannot be read: ValueError: no JSON.", None),
         (None, "Cannot reach the hub for a/b", None),
     ],
 )

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import zlib
 from codecs import BOM_UTF8
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +219,23 @@ def test_a_folder_of_the_same_name_is_not_taken_for_the_hub(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RetryableError, match=r"Cannot reach the hub for c4.* add NAME --file"):
         next(streamed_texts(StreamedDataset.C4, "train", ReadReport()))
+
+
+@pytest.mark.parametrize(
+    "failure", [EOFError("the stream ended"), zlib.error("invalid block"), ValueError("Expecting value")]
+)
+def test_a_stream_that_cannot_be_read_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def broken(*_: Any, **__: Any) -> Iterator[dict[str, str]]:
+        yield {"text": "one"}
+        raise failure
+
+    monkeypatch.setattr(datasets, "load_dataset", broken)
+    texts = streamed_texts(StreamedDataset.C4, "train", ReadReport())
+    assert next(texts) == "one"
+    with pytest.raises(RetryableError, match=rf"for c4.*{failure}.*add NAME --file"):
+        next(texts)
 
 
 def test_the_hub_says_when_a_stream_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
