@@ -39,7 +39,7 @@ def processor_limit() -> int | None:
 def read(path: Path) -> str:
     """Return the text of a file of the kernel, or "" without a file."""
     try:
-        return path.read_text(encoding="ascii")
+        return path.read_text(encoding="utf-8", errors="surrogateescape")  # as Python encodes paths
     except OSError:
         return ""
 

@@ -42,6 +42,15 @@ def test_the_smallest_quota_of_the_groups_above_counts(groups: Path, tmp_path: P
     assert processor_limit() == 3
 
 
+def test_a_group_may_have_any_name(groups: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").write_bytes("0::/müller\n".encode())
+    (groups / "müller").mkdir()
+    (groups / "müller/cpu.max").write_text("200000 100000\n")
+    assert processor_limit() == 2
+    (tmp_path / "own").write_bytes(b"0::/\xff\n")
+    assert processor_limit() is None
+
+
 @pytest.mark.parametrize("controllers", ["cpu,cpuacct", "cpu"])
 @pytest.mark.parametrize("own", ["/docker/4f1c", "/"])
 def test_quotas_of_version_1_are_read(groups: Path, tmp_path: Path, controllers: str, own: str) -> None:
