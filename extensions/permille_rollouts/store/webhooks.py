@@ -6,6 +6,7 @@ event is lost, but a receiver may get an event twice, with the same id.
 """
 
 import json
+import logging
 import secrets
 from base64 import b64encode
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from permille.store.ids import Prefix, new_id
 from permille.store.tables import Webhook, WebhookDelivery
 from permille_rollouts.schemas.webhooks import EventType
 
+_log = logging.getLogger(__name__)
 SECRET_PREFIX: Final = "whsec_"  # noqa: S105 - what Standard Webhooks puts before a secret
 MAX_WEBHOOKS: Final = 20
 # Pauses after failed attempts, in seconds, as Standard Webhooks advises. If the attempt after the last pause
@@ -112,6 +114,10 @@ def claim(session: Session) -> list[Message]:
     )
     messages = []
     for row, webhook in session.execute(query).all():
+        if damaged := rows.damaged(row):
+            _log.error("the event %s is given up, because its row is damaged: %s", row.id, ", ".join(damaged))
+            row.next_at, row.attempts, row.failure = None, 0, "the event is damaged"
+            continue
         # If this worker is killed, the event becomes due again after the claim.
         row.next_at, row.attempts = at + CLAIMED_FOR, row.attempts + 1
         # The signature covers bytes, so the body is serialized once, here.

@@ -17,6 +17,7 @@ from typing import Any, Final
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
+from permille.schemas.fields import MAX_INTEGER
 from permille.store.database import now
 from permille.store.jobs.transitions import IS_RUNNING
 from permille.store.tables import Job, Worker
@@ -132,7 +133,9 @@ def note_worker(session: Session, *, name: str, exports: bool, memory_bytes: int
 def largest_memory(session: Session) -> int | None:
     """Return the most memory that a running worker has for a job, or None if none has said so."""
     running = Worker.seen_at > now(session) - _SILENT_FOR
-    return session.scalar(select(func.max(Worker.memory_bytes)).where(running))
+    # SQLite finds text to be larger than any number.
+    known = Worker.memory_bytes <= MAX_INTEGER
+    return session.scalar(select(func.max(Worker.memory_bytes)).where(running, known))
 
 
 def none_can_export(session: Session) -> bool:

@@ -1,5 +1,8 @@
 """Tests of the rows by which workers report that they run, and what they have."""
 
+import pytest
+from sqlalchemy import text
+
 from permille.store.database import Database
 from permille.store.jobs.dispatch import largest_memory, note_worker
 from tests.unit.store.conftest import Clock
@@ -28,6 +31,15 @@ def test_the_largest_worker_that_runs_decides(db: Database, clock: Clock) -> Non
     note(db, "b", 5 * GIB)
     clock.forward(120)  # a was silent for six minutes
     assert largest(db) == 5 * GIB
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_text_in_place_of_memory_is_no_largest_worker(db: Database) -> None:
+    note(db, "a", GIB)
+    note(db, "b", GIB)
+    with db.write() as session:
+        session.execute(text("UPDATE workers SET memory_bytes = 'much' WHERE name = 'b'"))
+    assert largest(db) == GIB
 
 
 def test_a_busy_worker_keeps_the_memory_that_it_had_when_it_was_idle(
