@@ -17,6 +17,7 @@ from enum import StrEnum
 from sqlalchemy import delete, func, or_, select, update
 from sqlalchemy.orm import Session
 
+from permille.errors import PermilleError
 from permille.files import fsync_folder
 from permille.package.blobs import BlobFolder, BlobWriter
 from permille.schemas.jobs import UNFINISHED, JobKind
@@ -195,7 +196,7 @@ def sweep(db: Database, blobs: BlobFolder) -> int:
         try:
             open_folder(blobs, tenant_id=row.tenant_id, upload_id=row.id).erase()
             erased.append(row.id)
-        except OSError as exc:  # its row stays doomed, so the next sweep tries again
+        except (OSError, PermilleError) as exc:  # its row stays doomed, so the next sweep tries again
             logger.error("cannot erase upload %s: %s", row.id, exc)
     with db.write() as session:
         session.execute(update(Upload).where(Upload.id.in_(erased)).values(state=UploadState.ERASED.value))

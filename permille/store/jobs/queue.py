@@ -245,7 +245,7 @@ def retry(session: Session, *, tenant_id: str, job_id: str) -> Job:
     return job
 
 
-def remove(session: Session, *, tenant_id: str, kind: JobKind, job_id: str) -> None:
+def remove(session: Session, *, tenant_id: str, kind: str, job_id: str) -> None:
     """Delete the record of a job that has ended, with its parts and events. Remove its results first.
 
     Raises:

@@ -215,7 +215,7 @@ def _remove_jobs(session: Session, tenant_id: str, days: int) -> int:
     removed = 0
     for job in session.scalars(old).all():
         with suppress(ConflictError):
-            queue.remove(session, tenant_id=tenant_id, kind=JobKind(job.kind), job_id=job.id)
+            queue.remove(session, tenant_id=tenant_id, kind=job.kind, job_id=job.id)
             removed += 1
     return removed
 

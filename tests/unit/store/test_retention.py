@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from permille.choices import StreamedDataset
+from permille.errors import OperatorError
+from permille.package.blobs import BlobFolder
 from permille.schemas.access import RetentionRule
 from permille.schemas.inputs import StreamedCorpus
 from permille.schemas.jobs import JobKind
@@ -140,6 +143,39 @@ def test_a_part_of_a_build_that_goes_on_stays(keeping: Keeping, clock: Clock) ->
     with keeping.db.write() as session:
         queue.request_cancel(session, tenant_id=keeping.tenant_id, job_id=build.id)
     assert keeping.apply().masks == [made.id]
+
+
+def test_the_record_of_a_job_of_an_unknown_kind_goes_with_the_others(keeping: Keeping, clock: Clock) -> None:
+    with keeping.db.write() as session:
+        for _ in range(2):
+            job = queue.submit(session, NewJob(tenant_id=keeping.tenant_id, kind=JobKind.MASK, payload={}))
+            queue.request_cancel(session, tenant_id=keeping.tenant_id, job_id=job.id)
+        job.kind = "of an extension that was removed"
+    keeping.rule(job_days=5)
+    clock.forward(6 * DAY_S)
+    assert keeping.apply() == rules.Gone(jobs=2)
+
+
+def test_an_upload_that_cannot_be_erased_stops_no_other(
+    keeping: Keeping, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_device, blobs = keeping.device(), BlobFolder(tmp_path)
+    with keeping.db.write() as session:
+        made = [uploads.begin(session, **of_device, run_id=f"run-{n}", quota=QUOTA).id for n in range(2)]
+    for upload_id in made:
+        uploads.open_folder(blobs, tenant_id=keeping.tenant_id, upload_id=upload_id).put_bytes(b"log")
+    erase = BlobFolder.erase
+
+    def refuse(folder: BlobFolder) -> None:
+        if folder.root.name == min(made):
+            raise OperatorError("the bucket refuses us")
+        erase(folder)
+
+    monkeypatch.setattr(BlobFolder, "erase", refuse)
+    clock.forward(DAY_S / 2)
+    assert uploads.sweep(keeping.db, blobs) == 1
+    monkeypatch.undo()
+    assert uploads.sweep(keeping.db, blobs) == 1
 
 
 def test_logs_then_reports_then_jobs_go(keeping: Keeping, clock: Clock) -> None:
