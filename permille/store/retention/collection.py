@@ -162,10 +162,14 @@ def _collect_blobs(
             entry = None if blob.digest in named else blobs.entry(blob.digest)
             if entry is None or entry.written_at_s >= before_s:
                 continue
-            removed[blob.digest] = blob.size_bytes
             if not dry_run:
                 _check_lock(session)
-                blobs.delete(blob.digest)
+                try:
+                    blobs.delete(blob.digest)
+                except OSError as exc:  # perhaps another user owns it; the others must still go
+                    _log.warning("cannot delete blob %s: %s", blob.digest, exc)
+                    continue
+            removed[blob.digest] = blob.size_bytes
             # Each deletion in a bucket is a request, so a batch may take long.
             if time.monotonic() - begun > _LONGEST_BATCH_S:
                 break

@@ -120,6 +120,18 @@ def test_what_no_row_names_goes_once_it_is_old(
     assert collection.collect(db, blobs, settings).removed == {young: 5}
 
 
+def test_a_blob_that_cannot_be_deleted_stops_no_other(
+    db: Database, blobs: BlobFolder, settings: StoreSettings, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, middle, last = sorted(put(blobs, data, clock) for data in (b"1", b"2", b"3"))
+    stuck = blobs.path(middle)
+    stuck.unlink()
+    stuck.mkdir()  # `unlink` fails at a folder, whoever calls it
+    os.utime(stuck, (0, 0))
+    assert collection.collect(db, blobs, settings).removed == {first: 1, last: 1}
+    assert f"cannot delete blob {middle}" in caplog.text
+
+
 def test_what_was_stored_since_a_running_attempt_began_stays(
     db: Database, blobs: BlobFolder, settings: StoreSettings, tenant_id: str, clock: Clock
 ) -> None:

@@ -181,6 +181,26 @@ def test_folders_go_with_their_jobs_but_parts_of_a_failed_one_stay_a_day(
     assert (folder.exists(), parts.has(made)) == (False, failed)
 
 
+@pytest.mark.parametrize("failure", [None, OperatorError("the bucket refuses us")])
+def test_folders_of_others_and_failures_stop_no_removal(
+    db: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception | None
+) -> None:
+    blobs = BlobFolder(tmp_path / "blobs")
+    for name in (".snapshot", "jobs of mine", "job_1", "job_2"):
+        (shared_store(blobs).root / name).mkdir(parents=True)
+    erase = BlobFolder.erase
+
+    def erase_or_fail(store: BlobFolder) -> None:
+        if failure is not None and store.root.name == "job_1":
+            raise failure
+        erase(store)
+
+    monkeypatch.setattr(BlobFolder, "erase", erase_or_fail)
+    assert remove_ended(db, tmp_path / "work", blobs) == ["job_1", "job_2"]
+    left = {".snapshot", "jobs of mine", *(["job_1"] if failure else [])}
+    assert set(shared_store(blobs).names()) == left
+
+
 def test_workers_collect_in_turns_but_not_beside_a_database_that_names_nothing(
     db: Database, tmp_path: Path
 ) -> None:

@@ -11,8 +11,10 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
+from permille.errors import PermilleError
 from permille.package.blobs import BlobFolder
 from permille.store.database import Database
+from permille.store.ids import Prefix
 from permille.store.jobs import queue
 from permille.system import lock_file
 
@@ -47,9 +49,11 @@ def remove_ended(db: Database, work_root: Path, blobs: BlobFolder) -> list[str]:
     ended = _ended(db, found, timedelta(0))
     for job_id in ended:
         shutil.rmtree(scratch / job_id, ignore_errors=True)
-    parted = _ended(db, shared.names(), _KEPT_FOR)
+    # A person, or a file server, may have put other folders there, such as `.snapshot`.
+    stored = [name for name in shared.names() if name.startswith(f"{Prefix.JOB}_")]
+    parted = _ended(db, stored, _KEPT_FOR)
     for job_id in parted:
-        with suppress(OSError):  # the next call tries again
+        with suppress(OSError, PermilleError):  # the next call tries again
             shared.below(job_id).erase()
     return ended + parted
 
