@@ -7,6 +7,7 @@ The command upgrades the database of PERMILLE_DATABASE_URL or PERMILLE_DATA_DIR.
 
 import os
 import sqlite3
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -66,7 +67,7 @@ def migrate(url: str, scripts: Path = SCRIPTS, *, worker_role: str | None = None
     try:
         # This check only reads, so it does not wait for the write lock of another process.
         newest = _is_newest(engine, config)
-        if file is not None:  # SQLite has read the file, so it is a database, and no folder or device
+        if file is not None:  # SQLite has read the file, so it is no folder
             _take_from_others(Path(file))
         if newest and worker_role is None:
             return
@@ -118,7 +119,9 @@ def _take_from_others(database: Path) -> None:
     """Make the files of an older database accessible to their owner only."""
     for path in (database.with_name(f"{database.name}{suffix}") for suffix in ("", "-wal", "-shm")):
         with suppress(OSError):
-            if path.stat().st_mode & 0o077:
+            mode = path.stat().st_mode
+            # SQLite reads a device such as /dev/null as an empty database.
+            if stat.S_ISREG(mode) and mode & 0o077:
                 path.chmod(0o600)
 
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
 from contextlib import closing
@@ -139,6 +140,17 @@ def test_a_file_of_another_program_is_refused_and_not_changed(
         ):
             migrate(f"sqlite:///{path}")
         assert {file: (file.read_bytes(), file.stat().st_mode) for file in tmp_path.glob("*[!m]")} == before
+
+
+def test_only_files_are_taken_from_others(tmp_path: Path) -> None:
+    """As root, this must not close /dev/null to all other users. A pipe stands for a device."""
+    for name, made in (("pipe", lambda path: os.mkfifo(path)), ("file", Path.touch)):
+        path = tmp_path / name
+        made(path)
+        path.chmod(0o666)
+        schema._take_from_others(path)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"pipe": 0o666, "file": 0o600}
 
 
 def test_processes_that_migrate_at_once_take_turns(url: str) -> None:
