@@ -376,6 +376,10 @@ def parse_url(text: str) -> URL:
         for name in postgres.NUMBERS & url.query.keys():
             if not re.fullmatch(r"\d{1,9}", str(url.query[name]), re.ASCII):
                 raise ValueError(f"{name} must be a number.")
+        try:
+            url.get_dialect()().create_connect_args(url)
+        except ArgumentError:
+            raise ValueError("The options `host` and `port` do not fit together.") from None
     else:
         raise ValueError(f"A URL of {url.drivername!r:.40} cannot be used. {_FORMS}")
     return url

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, parse_qsl, urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -26,6 +26,13 @@ MAX_S: Final = 1e9
 """Limit of all durations, in seconds. The clocks of Python and of the database cannot add much more."""
 # In the message of pydantic's SettingsError. Only lists are parsed as JSON.
 _FIELD: Final = re.compile(r'error parsing value for field "(\w+)"', re.ASCII)
+_REQUIREMENTS: Final = ("required", "optional", "none")
+# The options of a broker's URL, and their values; None: any. At others, each request would fail, and not the
+# start.
+_BROKER_OPTIONS: Final[dict[str, tuple[str, ...] | None]] = {
+    "ssl_cert_reqs": (*_REQUIREMENTS, *(f"CERT_{one.upper()}" for one in _REQUIREMENTS)),
+    **dict.fromkeys(("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")),
+}
 _REGION: Final = re.compile(r"[a-z0-9-]{1,63}", re.ASCII)
 
 
@@ -226,6 +233,14 @@ class ProcessSettings(SettingsGroup):
         if value is not None and not _is_redis(value.get_secret_value()):
             # The message does not quote the URL, because it may hold a password.
             raise ValueError("Write redis://host:6379/0, or rediss:// for TLS.")
+        for name, given in parse_qsl("" if value is None else urlsplit(value.get_secret_value()).query):
+            choices = _BROKER_OPTIONS.get(name, ())
+            if choices is not None and given not in choices:
+                raise ValueError(
+                    f"{name!r:.40} is no option, or its value is unknown. After `?`, a URL may have "
+                    "ssl_cert_reqs=required, optional or none, ssl_ca_certs, ssl_certfile, ssl_keyfile and "
+                    "ssl_check_hostname."
+                )
         return value
 
     memory_bytes: int | None = Field(

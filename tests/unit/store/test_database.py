@@ -142,6 +142,8 @@ def test_an_option_of_the_address_turns_prepared_statements_off(option: str, pre
         ("postgresql+psycopg://me:s3cret@host/x?pool_size=5", "has no option 'pool_size'"),
         ("postgresql+psycopg://me:s3cret@host/x?autocommit=1", "has no option 'autocommit'"),
         ("postgresql+psycopg://me:s3cret@host/x?prepare_threshold=off", "prepare_threshold must be a number"),
+        ("postgresql+psycopg://me:s3cret@host/x?port=s3cret", "`host` and `port` do not fit"),
+        ("postgresql+psycopg://me:s3cret@/x?host=a&host=b&port=1,2,3", "`host` and `port` do not fit"),
         ("postgresql+psycopg://me:s3cret@host/x?connect_timeout=5s", "connect_timeout must be a number"),
         ("postgresql+psycopg://me:s3cret@host/x?prepare_threshold=1&prepare_threshold=2", "must be a number"),
         ("postgresql+psycopg://me:ab@s3cret@host/x", "Write @ in a user name or password as %40"),

@@ -56,6 +56,8 @@ def test_worker_that_misses_a_setting_says_so_in_one_line(settings: dict[str, st
         ("BROKER_URL", "redis://:s3cret@host:s3cret/0", "Write redis://host:6379/0"),
         ("BROKER_URL", "redis://host/s3cret", "Write redis://host:6379/0"),
         ("BROKER_URL", "redis:///0", "Write redis://host:6379/0"),
+        ("BROKER_URL", "redis://:s3cret@host/0?socket_timeout=5", "'socket_timeout' is no option"),
+        ("BROKER_URL", "rediss://:s3cret@host/0?ssl_cert_reqs=s3cret", "'ssl_cert_reqs' is no option, or"),
         ("KEEPER_TOKEN", "s3cret\nHost: other", "A token consists of letters"),
         ("KEEPER_TOKEN", "s3crét", "A token consists of letters"),
         ("LEASE_S", "inf", "finite number"),
@@ -100,7 +102,9 @@ def test_white_space_around_a_setting_is_removed_and_an_empty_one_is_unset(
     assert (settings.broker_url, settings.lease_s, settings.device) == (None, 45, "cpu")
 
 
-@pytest.mark.parametrize("url", ["redis://host", "redis://:pass@host:6379/0", "rediss://[::1]:6380/"])
+@pytest.mark.parametrize(
+    "url", ["redis://host", "redis://:pass@host:6379/0", "rediss://[::1]/?ssl_cert_reqs=none"]
+)
 def test_a_redis_of_any_form_is_a_broker(tmp_path: Path, url: str) -> None:
     assert WorkerSettings.model_validate({"data_dir": tmp_path, "broker_url": url}).broker_url is not None
 
