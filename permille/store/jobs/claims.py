@@ -193,7 +193,7 @@ def _lock_first(session: Session, query: Select[Job]) -> Job | None:
 
 
 def _give_up(session: Session, job: Job, damaged: Mapping[str, object]) -> None:
-    """End a queued job in whose row a person replaced numbers, so that it does not stop the other jobs."""
+    """End a locked job in whose row a person replaced numbers, so that it does not stop the other jobs."""
     # Each claim adds an event, so this number is at least the number of claims, as the fence must be.
     events = session.scalar(select(func.max(JobEvent.seq)).where(JobEvent.job_id == job.id)) or 0
     for name, kind in damaged.items():
@@ -445,6 +445,9 @@ def _sweep_one(db: Database, job_id: str) -> JobState | None:
         job = transitions.lock(session, job_id)
         if job is None or job.state != JobState.RUNNING or job.lease_expires_at is None:
             return None
+        if damaged := rows.damaged(job):
+            _give_up(session, job, damaged)
+            return JobState.FAILED
         if job.lease_expires_at >= now(session):
             return None
         message = (

@@ -84,6 +84,21 @@ def test_a_job_whose_numbers_are_damaged_fails_and_stops_no_other(
     assert take(db).job_id == damaged.id
 
 
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_a_running_job_whose_numbers_are_damaged_fails_when_its_lease_expires(
+    db: Database, tenant_id: str, clock: Clock
+) -> None:
+    job = submit(db, tenant_id)
+    take(db)
+    with db.write() as session:
+        session.execute(text("UPDATE jobs SET attempt = 'many'"))
+    sweep(db)
+    assert read(db, job).state == "running"
+    clock.forward(31)
+    sweep(db)
+    assert read(db, job).state == "failed"
+
+
 def test_a_job_without_a_due_time_stops_no_other_tenant(
     db: Database, tenant_id: str, other_tenant_id: str
 ) -> None:
