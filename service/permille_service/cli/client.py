@@ -96,7 +96,11 @@ class Client:
     def get(self, path: str, **params: str | int | None) -> Any:
         """Send a GET and return its JSON. Raises CommandError."""
         given = {name: value for name, value in params.items() if value is not None}
-        return _json(self._send("GET", path, params=given))
+        response = self._send("GET", path, params=given)
+        answer = _json(response)
+        if not isinstance(answer, dict | list):
+            raise _stranger(response)
+        return answer
 
     def read(self, path: str, *, begin: int = 0, end: int | None = None) -> bytes:
         """Read the bytes `begin:end` of a file. Raises CommandError."""
@@ -152,7 +156,9 @@ class Client:
 
     def delete(self, path: str) -> None:
         """Send a DELETE. Raises CommandError."""
-        self._send("DELETE", path)
+        response = self._send("DELETE", path)
+        if response.content:  # such as a proxy's page to sign in
+            raise _stranger(response)
 
     def pages(self, path: str, *, limit: int | None = None, **params: str | int | None) -> list[Any]:
         """Read all pages of a list, and return its items, at most `limit` of them."""
@@ -208,10 +214,14 @@ class Client:
             response = self._http.request(method, path, **options)
         except httpx.TransportError as exc:
             raise _unreachable(self._http, exc) from exc
+        except httpx.DecodingError as exc:
+            raise CommandError(f"The answer of {self._http.base_url} is damaged: {exc}.", Exit.RETRY) from exc
         except ValueError as exc:  # JSON has no NaN and no infinity
             raise CommandError(f"A number is infinite or not a number: {exc}", Exit.USAGE) from exc
         if response.is_error:
             raise _error(response)
+        if method != "GET" and not response.is_success:  # a redirect, after which nothing has changed
+            raise _stranger(response)
         return response
 
 
@@ -234,7 +244,23 @@ def _trusting(ca_file: Path) -> ssl.SSLContext:
 
 
 def _json(response: httpx.Response) -> Any:
-    return response.json() if response.content else None
+    try:
+        if response.is_success:
+            return response.json() if response.content else None
+    except (ValueError, RecursionError) as exc:
+        raise _stranger(response) from exc
+    raise _stranger(response)
+
+
+def _stranger(response: httpx.Response) -> CommandError:
+    """Return the error for an answer that no service of permille gives."""
+    place = response.headers.get("location")
+    found = f"a redirect to {place!r:.200}" if place else response.headers.get("content-type") or "nothing"
+    return CommandError(
+        f"{response.url.copy_with(query=None)} answers with {found:.300}, so this is no service of permille. "
+        "Check --url or PERMILLE_URL, and proxies on the way.",
+        Exit.USAGE,
+    )
 
 
 def exit_of_status(status: int) -> Exit:

@@ -469,6 +469,30 @@ def lacking(sweep: str) -> None:
     import nowhere  # type: ignore[import-not-found] # noqa: F401
 
 
+_ALL = ("get", "post", "put", "delete")
+
+
+@pytest.mark.parametrize(
+    ("methods", "answer", "told"),
+    [
+        (_ALL, httpx.Response(200, html="<p>Sign in"), "answers with text/html"),
+        (_ALL, httpx.Response(302, headers={"Location": "https://login"}), "a redirect to 'https://login'"),
+        (_ALL, httpx.Response(200, text="[" * 100_000), "answers with text/plain"),
+        (("get",), httpx.Response(200, json="welcome"), "answers with application/json"),
+        (("get",), httpx.Response(204), "answers with nothing"),
+    ],
+)
+def test_a_stranger_at_the_address_is_told(
+    methods: tuple[str, ...], answer: httpx.Response, told: str
+) -> None:
+    client = Client("http://127.0.0.1", "token")
+    client._http = httpx.Client(transport=httpx.MockTransport(lambda _: answer), base_url="http://127.0.0.1")
+    for method in methods:
+        with pytest.raises(CommandError, match=told) as refused:
+            getattr(client, method)("/v1/models", *([{}] if method == "put" else []))
+        assert refused.value.code is Exit.USAGE
+
+
 def test_events_are_looked_up_where_no_stream_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     states = iter(["running", "succeeded"])
     events = [{"seq": 1, "kind": "state", "data": {}}, {"seq": 2, "kind": "state", "data": {}}]
