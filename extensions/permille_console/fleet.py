@@ -82,6 +82,7 @@ def show_release(
             if against is not None or version not in (None, *(one.version for one in versions)):
                 raise
             comparison = None
+    withdrawn = {row.package_digest for row in found.items if row.yanked_at is not None}
     return page.render(
         "release",
         name=name,
@@ -89,7 +90,9 @@ def show_release(
         bands=band_lines(versions),
         comparison=comparison,
         version=version,
-        digests={row.version: row.package_digest for row in found.items},
+        digests={
+            row.version: row.package_digest for row in found.items if row.package_digest not in withdrawn
+        },
     )
 
 

@@ -58,6 +58,7 @@ class ReleaseCreate(Closed):
     package_digest: Digest = Field(description="package to publish")
     alias: Name | None = Field(default=None, description="alias to point at this version, e.g. `stable`")
     training: ReleaseTraining | None = Field(default=None, description="training options for devices")
+    yanked: bool = Field(default=False, description="publish the package although a version of it was yanked")
 
 
 class Release(Closed):

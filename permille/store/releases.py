@@ -54,6 +54,21 @@ def publish(session: Session, *, name: str, package: Artifact, version: int | No
     )
 
 
+def check_not_withdrawn(session: Session, *, tenant_id: str, name: str, digest: str) -> None:
+    """Refuse a package of which a version was yanked. Raises ConflictError."""
+    query = select(Release).where(
+        Release.tenant_id == tenant_id,
+        Release.name == name,
+        Release.package_digest == digest,
+        Release.yanked_at.is_not(None),
+    )
+    if (row := session.scalar(query.order_by(Release.version.desc()).limit(1))) is not None:
+        raise ConflictError(
+            f"Version {row.version} of {name!r} has this package, and was yanked: {row.yanked_reason}. Add "
+            "--yanked (in a request: `yanked`) to publish the package nevertheless."
+        )
+
+
 def follow(session: Session, *, tenant_id: str, before: Listing, after: Listing) -> None:
     """Apply a list that was signed elsewhere: publish new versions, yank missing ones, and set
     aliases.

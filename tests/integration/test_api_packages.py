@@ -130,6 +130,18 @@ def test_yanked_version_says_so_and_is_no_longer_handed_out(api: Api) -> None:
     assert api.get(f"/v1/packages/{package.digest}/manifest").status_code == 200
 
 
+def test_a_package_with_a_yanked_version_is_published_only_on_purpose(api: Api) -> None:
+    package, other = api.package(seed=1), api.package(seed=2)
+    for one in (package, package, other):
+        api.publish(one)
+    api.post("/v1/releases/tiny/versions/2/yank", {"reason": "wrong corpus"})
+    body = {"name": "tiny", "package_digest": package.digest}
+    refused = api.post("/v1/releases", body)
+    assert (refused.status_code, api.post("/v1/releases", body | {"name": "big"}).status_code) == (409, 201)
+    assert "Version 2 of 'tiny' has this package, and was yanked: wrong corpus" in refused.json()["detail"]
+    assert api.post("/v1/releases", body | {"yanked": True}).json()["version"] == 4
+
+
 def test_lost_blob_is_unavailable_not_missing(api: Api) -> None:
     package = api.package()
     layer = package.manifest.layers[0]

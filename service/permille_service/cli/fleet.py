@@ -129,11 +129,11 @@ def roll_back(
         int | None,
         typer.Option(
             help="Version to return to. Default: the newest one that is older than the current package and "
-            "was not yanked."
+            "has no yanked version."
         ),
     ] = None,
     alias: Annotated[str, typer.Option(help="Alias to move.")] = "stable",
-    yanked: Annotated[bool, typer.Option("--yanked", help="Allow a yanked version.")] = False,
+    yanked: Annotated[bool, typer.Option("--yanked", help="Allow a package that was yanked.")] = False,
     key: Key = None,
 ) -> None:
     """Publish the package of an older version as a new version.
@@ -155,10 +155,15 @@ def roll_back(
     # A rollback publishes an old package again as a new version. Skip all versions with the current package,
     # so that a second rollback goes further back.
     same = [one["version"] for one in versions if one["manifest_digest"] == current["manifest_digest"]]
+    withdrawn = {one["manifest_digest"] for one in versions if one["yanked"]}
     older = (
         one
         for one in versions
-        if (one["version"] == to if to is not None else one["version"] < min(same) and not one["yanked"])
+        if (
+            one["version"] == to
+            if to is not None
+            else one["version"] < min(same) and one["manifest_digest"] not in withdrawn
+        )
     )
     chosen = next(older, None)
     if chosen is None:
@@ -167,13 +172,7 @@ def roll_back(
         raise CommandError(
             f"{name!r} has no {wanted}. {hint}See `permille releases list {name}`.", Exit.NOT_FOUND
         )
-    if chosen["yanked"] and not yanked:
-        raise CommandError(
-            f"Version {to} was yanked: {chosen['yanked_reason']}. Add --yanked to publish its package "
-            "nevertheless.",
-            Exit.REFUSED,
-        )
-    body = {"name": name, "package_digest": chosen["manifest_digest"], "alias": alias}
+    body = {"name": name, "package_digest": chosen["manifest_digest"], "alias": alias, "yanked": yanked}
     made = session.client.post("/v1/releases", body, key=key)
     session.output.show(made)
     session.output.say(

@@ -198,6 +198,8 @@ def _whole_package(service: Service, session: Session, tenant_id: str, digest: s
 
 def _publish(service: Service, session: Session, tenant_id: str, body: ReleaseCreate) -> ReleaseRecord:
     package = _whole_package(service, session, tenant_id, body.package_digest)
+    if not body.yanked:
+        releases.check_not_withdrawn(session, tenant_id=tenant_id, name=body.name, digest=package.digest)
     row = releases.publish(session, name=body.name, package=package)
     if body.alias is not None:
         releases.set_alias(
