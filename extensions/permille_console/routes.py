@@ -51,6 +51,7 @@ def get_asset(name: str, request: Request) -> Response:
 
 
 @router.get("")
+@router.get("/")
 def show_first(page: WatcherPage) -> Response:
     """Redirect the operator to the first page that the operator's role may see."""
     first = "jobs" if page.may(Role.VIEWER) else "fleet"

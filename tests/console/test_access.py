@@ -43,7 +43,7 @@ def some_job(api: Api) -> str:
 
 @pytest.mark.attack(14, "views without a cookie, or with one that was made up, cut, or of a revoked token")
 def test_nobody_sees_anything_without_a_token_that_is_good_now(api: Api) -> None:
-    for path in ("/ui", "/ui/jobs", "/ui/fleet", "/ui/releases/tiny", "/ui/masks"):
+    for path in ("/ui", "/ui/", "/ui/jobs", "/ui/fleet", "/ui/releases/tiny", "/ui/masks"):
         answer = browser(api).get(path)
         assert (answer.status_code, answer.headers["location"][:11]) == (303, "/ui/sign-in"), path
     token = api.operator(Role.VIEWER)
