@@ -252,7 +252,10 @@ def list_runs(
     device: Annotated[str | None, typer.Option(help="List only runs of this device.")] = None,
     limit: Rows = 100,
 ) -> None:
-    """List the runs that devices reported."""
+    """List the runs that devices reported.
+
+    Losses are those of the trained weights, without a device's memory of its text.
+    """
     device_id = None if device is None else session.id_of("devices", device)
     session.output.show(session.client.pages("/v1/runs", limit=limit, device_id=device_id), _RUNS)
 
@@ -411,6 +414,8 @@ def show_release(
     ] = None,
 ) -> None:
     """Compare a version with an earlier one, by the reports of devices.
+
+    Losses are those of the trained weights, without a device's memory of its text.
 
     Example:
 
