@@ -205,11 +205,15 @@ def test_perplexity_of_a_model_too_large_for_the_memory_is_the_same(bench: Bench
     assert digest_of_role(parts, "report") == digest_of_role(whole, "report")
 
 
-def test_a_device_that_is_not_there_is_the_operators_affair(bench: Bench) -> None:
+def test_a_device_that_is_not_there_is_the_operators_affair(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = bench.settings.model_copy(update={"device": "cuda:99"})
     job = dataclasses.replace(bench, settings=settings).finish(JobKind.MASK, fisher_request(bench))
     assert (job.state, job.attempt) == ("failed", 1)
     assert "PERMILLE_DEVICE is cuda:99" in str(job.error)
+    assert "failed: PERMILLE_DEVICE is cuda:99" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_the_values_are_the_models_own_bits(bench: Bench) -> None:
