@@ -525,7 +525,7 @@ def _render_comparison(console: Console, result: "SideBySide") -> None:
     words = general_words(losses.general, losses.parts)
     console.print(f"loss on general text: {words}", highlight=False)
     if losses.parts is not None:
-        console.print(f"state and memory: {losses.parts.words()}", markup=False, highlight=False)
+        console.print(f"memory: {losses.parts.words()}", markup=False, highlight=False)
     if words := first_token_words(result.first_token_s):
         console.print(f"time to the first token: {words}", highlight=False)
     for sample in result.samples:

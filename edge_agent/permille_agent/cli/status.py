@@ -176,6 +176,7 @@ class Status:
             ("data", "\n".join(map(str, self.data)) or "no files added"),
             ("training", self.progress.line() if self.progress else ""),
             ("last run", self._run_words()),
+            ("its strength", self._strength_words()),
             ("its text", "\n".join(map(str, self.text))),
             ("learns", f"of conversations: {self.learn.value}" if self.learn else ""),
             ("reports", f"{self._pending()} waiting, {len(refused)} refused" if enrolment else ""),
@@ -221,8 +222,13 @@ class Status:
         if decision is None or decision.loss_base is None or decision.loss_personal is None:
             return words
         words = f"{words}, loss {decision.loss_base:.4f} -> {decision.loss_personal:.4f}"
-        if decision.part.has_state and decision.strength < EIGHTHS:
-            alone = "with" if decision.parts is None else "the state alone with"
-            words = f"{words}, {alone} {strength_words(decision.strength, decision.fault)}"
         # Only a text that is long enough for three splits has a select split.
         return words if metrics.select_tokens else f"{words} (little text, judged part by part)"
+
+    def _strength_words(self) -> str:
+        """Say how much of the trained state is kept with the memory off, unless all of it is."""
+        decision = self.decision
+        if decision is None or not decision.part.has_state or decision.strength == EIGHTHS:
+            return ""
+        off = "with the memory off, " if decision.part.has_memory else ""
+        return f"{off}{strength_words(decision.strength, decision.fault)}"

@@ -148,10 +148,8 @@ def test_what_is_adopted_is_the_trained_state_at_the_largest_strength_within_the
     assert decision is not None and metrics is not None and decision.general is not None
     assert decision.strength == metrics.strength == 4  # the loss is linear, and 5/8 exceeds the bound of 0.6
     assert 0.4 * whole < float(decision.general.rise or 0.0) <= 0.6 * whole
-    kept_part = (
-        "with 4/8 of what was trained: more would raise the loss on general text beyond --keep-general"
-    )
-    assert kept_part in dict(Status(device.home)._rows())["last run"]
+    kept_part = "4/8 of what was trained: more would raise the loss on general text beyond --keep-general"
+    assert dict(Status(device.home)._rows())["its strength"] == kept_part
     assert metrics.general_loss_personal == decision.general.loss
     run, package = find_run(device.home, result.run), device.package
     shared = decode_state((run.path / "shared.log").read_bytes(), max_bytes=1 << 20, max_k=package.k)

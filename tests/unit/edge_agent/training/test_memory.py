@@ -549,7 +549,7 @@ def test_commands_say_of_an_untested_memory_only_what_was_measured(
     side = run_command(device, "compare")
     assert "loss per token" not in side
     assert "None" not in side
-    assert "untested" in side
+    assert "\nmemory: memory, untested" in side
     status = Status(device.home)
     shown = dict(status._rows())
     assert shown["active"].endswith(": memory, untested")
@@ -603,6 +603,17 @@ def test_status_shows_the_losses_of_the_chosen_model(device: Device) -> None:
     last = status.document()["last_run"]
     assert isinstance(last, dict)
     assert (last["loss_base"], last["loss_personal"]) == (decision.loss_base, decision.loss_personal)
+
+
+def test_status_tells_the_strength_of_the_state_apart_from_the_losses_of_both(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "choose_strength", lambda *_: Strength(eighths=6, rise=0.05, fault=""))
+    decision = decision_of(train(device))
+    assert (decision.part, decision.strength) == (Part.BOTH, 6)
+    shown = dict(Status(device.home)._rows())
+    assert shown["last run"].endswith(f" -> {decision.loss_personal:.4f}")
+    assert shown["its strength"].startswith("with the memory off, 6/8 of what was trained: more would ")
 
 
 def test_a_memory_without_a_state_is_not_called_weakened(device: Device) -> None:
