@@ -87,12 +87,24 @@ def output_console() -> Console:
     return console if console.is_terminal else PlainConsole(width=UNWRAPPED)
 
 
-def agrees(question: str) -> bool:
-    """Ask a question on standard error. Ctrl-C and the end of the input mean no."""
+def agrees(question: str, *, declined: str) -> bool:
+    """Ask a question on standard error. Ctrl-C and the end of the input mean no.
+
+    Args:
+        question: the question, for a command that has the option --yes.
+        declined: what to say after a no, such as "Nothing was erased."
+    """
     try:
-        return typer.confirm(question, err=True)
-    except typer.Abort:
-        return False
+        agreed = typer.confirm(question, err=True)
+    except typer.Abort as exc:
+        agreed = False
+        # The context of the exception tells the end of the input from Ctrl-C.
+        if isinstance(exc.__context__, EOFError):
+            declined += " There was no answer. Use --yes to run this without a question."
+        declined = f"\n{declined}"  # the line of the question has no end yet
+    if not agreed:
+        echo(declined, err=True)
+    return agreed
 
 
 def show(

@@ -274,7 +274,8 @@ def forget(
         counts = {"files_erased": gone.files, "bytes_overwritten": gone.size_bytes}
         show(counts, as_json=as_json, render=sentences(_erased_words(gone)))
         return
-    if not yes and not agrees(f"Erase data references, runs and personalisation in {home.root}?"):
+    question = f"Erase data references, runs and personalisation in {home.root}?"
+    if not yes and not agrees(question, declined="Nothing was erased."):
         raise typer.Exit(ExitCode.INTERRUPTED)
     with hold_lock(home, "forget"):
         erased = erase(home)

@@ -126,7 +126,8 @@ def join(
         if not yes:
             # Never print this as JSON, because a person has to answer.
             show({"federation": offer.name, **leaves}, as_json=False)
-            if not agrees(f"Send this from {home.root} in each round of {offer.name}?"):
+            question = f"Send this from {home.root} in each round of {offer.name}?"
+            if not agrees(question, declined="You did not join, and nothing was sent."):
                 raise typer.Exit(ExitCode.INTERRUPTED)
         # Store the choice first. If the request below fails, the next exchange of rounds repeats it.
         join_here(home, definition, federation_id=offer.id, name=offer.name)

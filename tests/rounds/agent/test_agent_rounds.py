@@ -391,6 +391,7 @@ def test_joining_shows_what_leaves_and_asks(service: Service, site: Site, agents
     ):
         assert said in shown
     assert "Send this from" in asked.stderr
+    assert "You did not join" in asked.stderr
     assert not agent.home.federations.exists()
     assert site.read()["members"] == 0
     assert agent.take_part() == TookPart(invited=0, trained=0, sent=0)

@@ -271,6 +271,8 @@ def test_forget_asks_and_tells_its_limits(
         monkeypatch.setattr("sys.stdin", io.StringIO(answer))
         declined = enrolled("forget", "--json")
         assert (declined.code, declined.output.strip()) == (ExitCode.INTERRUPTED, "")
+        assert "Nothing was erased." in declined.errors
+        assert ("Use --yes" in declined.errors) is (not answer)
         assert (home.runs / "trace").exists()
     service.faults = [AWAY]
     away = enrolled("forget", "--yes", "--json")
