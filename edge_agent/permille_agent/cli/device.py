@@ -104,8 +104,14 @@ def data_list(context: typer.Context, as_json: JsonOption = False) -> None:
 
     It lacks those that you only named to `train`. `permille-agent status` shows those of the last run.
     """
-    known = read_references(home_of(context))
-    then = "" if known else "permille-agent status, which shows the text of the last run"
+    home = home_of(context)
+    known, then = read_references(home), ""
+    if not known:
+        from permille_agent.training.run import list_runs
+
+        then = "permille-agent data add FILES"
+        if list_runs(home):
+            then += ", or permille-agent status, which shows the text of the last run"
     show({"data": [str(path) for path in known]}, as_json=as_json, then=then)
 
 

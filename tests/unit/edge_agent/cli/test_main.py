@@ -236,6 +236,10 @@ def test_data_is_added_listed_and_removed_by_reference(agent: Agent, tmp_path: P
     assert agent("data", "add", str(tmp_path / "none.txt")).code == ExitCode.INPUT_REFUSED
     assert agent("data", "remove", str(tmp_path / "none.txt")).code == ExitCode.INPUT_REFUSED
     assert agent("data", "remove", str(notes), "--json").document == {"data": [], "memories_erased": 0}
+    shown = agent("data", "list").output
+    assert "next: permille-agent data add" in shown and "last run" not in shown
+    (home.runs / "run").mkdir(parents=True)
+    (home.runs / "run/run.json").touch()
     assert "permille-agent status, which shows the text of the last run" in agent("data", "list").output
     assert notes.exists()
     assert not any(b"text of the user" in p.read_bytes() for p in home.root.rglob("*") if p.is_file())
