@@ -117,7 +117,7 @@ def pull(context: typer.Context, as_json: JsonOption = False) -> None:
         "changed": pulled.changed,
         "download_bytes": pulled.download_bytes,
         "package_bytes": pulled.package_bytes,
-        "collected_bytes": pulled.collected_bytes,
+        "space_freed_bytes": pulled.space_freed_bytes,
         "new_tokenizer": pulled.text_rules or None,
     }
     show(document, as_json=as_json, then="permille-agent train FILES")

@@ -56,7 +56,7 @@ class Pulled:
         changed: whether a different package is installed now.
         text_rules: the rules of the tokenizer, if they differ from those of the earlier package, else empty.
         download_bytes: size of the downloaded blobs.
-        collected_bytes: size of the deleted blobs of old packages.
+        space_freed_bytes: size of the deleted blobs of old packages.
     """
 
     release: InstalledRelease
@@ -64,7 +64,7 @@ class Pulled:
     text_rules: str = ""
     download_bytes: int
     package_bytes: int
-    collected_bytes: int
+    space_freed_bytes: int
 
 
 def pull(
@@ -106,7 +106,7 @@ def pull(
         raise
     if source is not None:
         source.note_installed(home, api)
-    return replace(pulled, collected_bytes=collect_garbage(home, now_s=now_s))
+    return replace(pulled, space_freed_bytes=collect_garbage(home, now_s=now_s))
 
 
 def _pull(
@@ -159,7 +159,7 @@ def _pull(
         text_rules=_changed_rules(blobs, before, release),
         download_bytes=plan.download_bytes,
         package_bytes=plan.manifest.size_bytes,
-        collected_bytes=0,
+        space_freed_bytes=0,
     )
 
 

@@ -94,6 +94,7 @@ def test_enroll_pull_status_tell_what_they_did(
     told = enrolled.document
     assert (enrolled.code, told["name"], told["release"]) == (0, "kitchen", "tiny-llama")
     pulled = agent("pull", "--json")
+    assert pulled.document["space_freed_bytes"] == 0
     assert (pulled.code, pulled.document["package"], pulled.document["changed"]) == (0, package.digest, True)
     document = agent("status", "--json").document
     assert document["enrolment"] == told

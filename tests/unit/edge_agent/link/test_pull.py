@@ -150,7 +150,7 @@ def test_the_active_package_survives_a_new_one_and_an_unused_one_does_not(
     device.pull()
     activate(home, active, expected=active_model(home))
     device.service.publish(second.digest, 2)
-    assert device.pull().collected_bytes == 0
+    assert device.pull().space_freed_bytes == 0
     assert Package.open(device.blobs, package.digest).digest == package.digest
     assert active_model(home) == active
 
