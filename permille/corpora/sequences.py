@@ -78,7 +78,7 @@ def token_sequences(
         passed += ", each within one text, as this model reads them" if tokenizer.bos else ""
         raise InputError(
             f"The corpus has {len(best)} sequences of {length} tokens{passed}, but {n} are needed. Add text "
-            "to the corpus."
+            "to the corpus, or ask for fewer or shorter sequences where a command lets you choose them."
         )
     return np.stack([tokens for _, _, tokens in sorted(best, key=lambda item: -item[1])])
 

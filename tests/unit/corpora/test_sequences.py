@@ -85,8 +85,9 @@ def test_skip_gives_sequences_that_share_no_window() -> None:
 
 
 def test_a_corpus_that_is_too_small_is_refused_with_what_it_holds() -> None:
-    with pytest.raises(InputError, match="has 10 sequences of 10 tokens, but 20 are needed"):
+    with pytest.raises(InputError, match="has 10 sequences of 10 tokens, but 20 are needed") as few:
         token_sequences(Letters(), texts(100), 20, 10, seed=0)
+    assert "Add text to the corpus, or ask for fewer or shorter sequences" in str(few.value)
     with pytest.raises(InputError, match="has 0 sequences"):
         token_sequences(Letters(), [], 1, 10, seed=0)
 
