@@ -8,6 +8,7 @@ never imported.
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -106,7 +107,7 @@ class Programs:
 
     def permille(self, *arguments: str) -> Any:
         """Run one command of the operator, and return its JSON answer. Raises CommandError."""
-        self.tell(f"permille {' '.join(arguments)}")
+        self.tell(shlex.join(("permille", *arguments)))
         return _answer((*PERMILLE, "--data-dir", str(self.cloud), *arguments, "--json"), {})
 
     def follow(self, job_id: str, *, quiet: bool = False) -> None:
@@ -132,7 +133,7 @@ class Programs:
         Raises:
             CommandError: the command ended with an unexpected exit code.
         """
-        self.tell(f"permille-agent {' '.join(arguments)}")
+        self.tell(shlex.join(("permille-agent", *arguments)))
         return _answer((*AGENT, *arguments, "--json"), self._home, may_end_with)
 
     def show_agent(self, *arguments: str, quiet: bool = False) -> tuple[int, str]:
@@ -141,7 +142,7 @@ class Programs:
         If `quiet`, only errors are shown, and the command's JSON answer is returned, too. Otherwise, the
         answer is empty.
         """
-        self.tell(f"permille-agent {' '.join(arguments)}")
+        self.tell(shlex.join(("permille-agent", *arguments)))
         printed, options = (subprocess.PIPE, ("--json",)) if quiet else (None, ())
         process = start((*AGENT, *arguments, *options), self._home, stdout=printed, stderr=None)
         answer, _ = _outputs(process)

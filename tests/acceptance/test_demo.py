@@ -10,6 +10,8 @@ import pytest
 
 from examples import demo
 from examples.demo import MODELS, SMOLLM2, run
+from examples.programs import Programs
+from permille.exits import CommandError
 from tests.acceptance.environments import ROOT
 from tests.running_service import environment
 
@@ -44,6 +46,14 @@ def _gains_and_keeps(printed: str, folder: Path) -> None:
     assert float(line["personal"]) < float(line["base"])
     # losses are printed with three digits
     assert float(line["after"]) - float(line["general"]) <= KEEP_GENERAL + 0.001
+
+
+def test_commands_are_told_as_a_shell_reads_them(tmp_path: Path) -> None:
+    told: list[str] = []
+    programs = Programs(work=tmp_path, tell=told.append)
+    with pytest.raises(CommandError):
+        programs.agent("generate", "What is it?", "--wrong")
+    assert told == ["permille-agent generate 'What is it?' --wrong"]
 
 
 @pytest.mark.slow
