@@ -92,7 +92,7 @@ def run(request: Request, shown: Shown) -> dict[str, Any]:
     for line in _summary(answer):
         say(line)
     say(f"   what changed, as a page for any browser: {page}")
-    say(f"   the model is personal data: {request.out}")
+    say(f"   the model is personal data, and has no memory beside its weights: {request.out}")
     use = "chat" if _can_chat(request.model) else "generate 'Once upon a time'"
     say(f"   to talk to it: {agent_line(device, use)}")
     if request.form is Form.LORA:

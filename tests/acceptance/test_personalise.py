@@ -147,6 +147,9 @@ def test_a_killed_command_goes_on_to_the_same_model(
     assert "personal, run" in shown
     assert "127.0.0.1" not in shown and "waiting" not in shown, "no service will ever take a report"
 
+    (tmp_path / "killed.gguf").unlink()
+    assert "has no memory beside its weights" in " ".join(_run(options).stdout.split())
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
