@@ -144,9 +144,14 @@ add_show(jobs, "jobs")
 
 
 @command(jobs, "watch")
-def watch_job(session: Session, job: str) -> Any:
+def watch_job(session: Session, job: str) -> None:
     """Follow a job to its end. If the job does not succeed, the exit code is 1."""
-    return watch(session.client, session.output, session.id_of("jobs", job))
+    ended = watch(session.client, session.output, session.id_of("jobs", job))
+    work = WORK.get(ended["kind"])
+    if work is None:
+        session.output.show(ended)
+    else:
+        _show_made(session, ended, work.view)
 
 
 @command(jobs, "events")

@@ -24,7 +24,7 @@ from permille.schemas.jobs import JobKind
 from permille.schemas.kinds import WORK
 from permille.schemas.packages import BuildCreate
 from permille_service.cli import client as client_module
-from permille_service.cli import commands, main
+from permille_service.cli import commands, main, work
 from permille_service.cli.client import FLAGS, Client, in_words
 from permille_service.cli.commands import parameters_of
 from permille_service.cli.output import Follower, Output, watch
@@ -193,7 +193,7 @@ def test_options_are_named_after_fields_and_required_where_every_form_is() -> No
 
 
 def test_help_of_eighty_columns_cuts_no_option_in_two() -> None:
-    for name in (work.collection for work in WORK.values()):
+    for name in (kind.collection for kind in WORK.values()):
         told = CliRunner().invoke(main.app, [name, "create", "--help"], env={"COLUMNS": "80"})
         assert told.exit_code == 0
         assert "--no-wait" in told.output
@@ -364,6 +364,14 @@ def test_an_invitation_needs_its_release_and_is_a_line_for_the_device(client: Co
     assert main.main([*create, "--alias", "canary"]) == 0
     said = client.output.console.file.getvalue()  # type: ignore[attr-defined]
     assert said.endswith("  permille-agent enroll https://models.example.org code\n")
+
+
+def test_watching_a_build_ends_with_the_command_that_publishes_it() -> None:
+    job = {"id": "job_1", "kind": "build", "state": "succeeded", "result_id": "sha256:577a9004"}
+    client: Any = SimpleNamespace(events=lambda _job_id: iter(()), get=lambda _path: job)
+    session: Any = SimpleNamespace(client=client, output=output(), id_of=lambda _group, name: name)
+    work.watch_job(session, "job_1")
+    assert "permille releases publish" in session.output.console.file.getvalue()
 
 
 def test_ctrl_c_ends_the_waiting_and_says_that_the_job_runs_on() -> None:
