@@ -14,7 +14,8 @@ other layers are recomputed.
 
 Squared gradients are summed in shards of sequences (`shard_ranges`), and the sums of the shards are added in
 their order. So one process and sixteen workers get the same bits from the same gradients. A stopped job loses
-about a minute of work (`SAVE_EVERY_S`), and its scores have the same bits as without the stop.
+about a minute of work (`SAVE_EVERY_S`), or more if saving is slow, and its scores have the same bits as
+without the stop.
 """
 
 import contextlib
@@ -81,8 +82,8 @@ def fisher_scores(
         scope: the layers to score: "all", "attention", "mlp", or a range of layers such as "layers:4-7".
         progress: called after each sequence.
         spill_dir: the folder for scores larger than 4 GiB, which are mapped. None keeps them in memory.
-        resume: a folder that keeps the sums after each shard, and about once a minute. A second call with the
-            same model, sequences and scope continues from there.
+        resume: a folder that keeps the sums after each shard, and at most once a minute. A second call with
+            the same model, sequences and scope continues from there.
 
     Raises:
         InputError: a weight, loss or gradient is not finite (the message names it), or a token is outside of
@@ -129,7 +130,8 @@ def shard_sums(
     sums = PartialSums.open(resume, fingerprint=_fingerprint(model, tokens_NT, shapes) if resume else "")
     total = zero_scores(shapes, spill_dir=spill_dir)
     report = None if progress is None else _offset(progress, 0, len(tokens_NT))
-    _add_saved(model, tokens_NT, total, sums, first=shard.start, progress=report)
+    # `within`, because a sum of `fisher_scores` in this folder counts shards, not sequences.
+    _add_saved(model, tokens_NT, total, sums.within(0), first=shard.start, progress=report)
     return total
 
 
@@ -150,7 +152,8 @@ def _add_saved(
         done += add_shard(model, tokens_NT[done:], sums, first=first + done, progress=report, until_s=due_s)
         if done < len(tokens_NT):
             began_s = time.monotonic()
-            saved.save(sums, done)
+            with contextlib.suppress(OSError):  # a full disk must not end work that may need no resume
+                saved.save(sums, done)
             wait_s = max(SAVE_EVERY_S, _SAVING_SHARE * (time.monotonic() - began_s))
 
 

@@ -1,5 +1,6 @@
 """Tests of Fisher scores: against an independent autograd reference, and rules of memory and resumption."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from permille.models.families import scoped_tensors
 from permille.models.layerwise import LayerStream
 from permille.sensitivity import fisher
 from permille.sensitivity.fisher import add_shard, fisher_scores, scope_shapes, shard_sums
-from permille.sensitivity.scores import join_shards, save_scores, shard_ranges, zero_scores
+from permille.sensitivity.scores import PartialSums, join_shards, save_scores, shard_ranges, zero_scores
 from permille.sensitivity.streamed import StreamedModel
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -324,3 +325,22 @@ def test_a_gradient_whose_square_overflows_is_refused_with_tensor_and_sequence()
 def test_tokens_that_the_model_cannot_take_are_refused(tokens_NT: NDArray[np.int64]) -> None:
     with pytest.raises(InputError, match=r"expected|model's own tokenizer"):
         fisher_scores(tiny(), tokens_NT)
+
+
+def test_a_sum_of_shards_is_not_taken_for_one_of_sequences(tmp_path: Path) -> None:
+    model, tokens_NT = tiny(), sequences()
+    fisher_scores(model, tokens_NT, resume=tmp_path)
+    whole = range(len(tokens_NT))
+    alone = shard_sums(model, tokens_NT, whole)
+    assert shard_sums(model, tokens_NT, whole, resume=tmp_path).flat.tobytes() == alone.flat.tobytes()
+
+
+def test_a_full_disk_ends_no_scoring_within_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fisher, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(PartialSums, "save", full)
+    model, tokens_NT = tiny(), sequences()
+    found = shard_sums(model, tokens_NT, range(len(tokens_NT)), resume=tmp_path)
+    assert found.flat.tobytes() == shard_sums(model, tokens_NT, range(len(tokens_NT))).flat.tobytes()
