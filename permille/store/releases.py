@@ -55,7 +55,7 @@ def publish(session: Session, *, name: str, package: Artifact, version: int | No
 
 
 def check_not_withdrawn(session: Session, *, tenant_id: str, name: str, digest: str) -> None:
-    """Refuse a package of which a version was yanked. Raises ConflictError."""
+    """Refuse a package if a version with it was yanked. Raises ConflictError."""
     query = select(Release).where(
         Release.tenant_id == tenant_id,
         Release.name == name,
@@ -97,7 +97,7 @@ def latest_version(session: Session, *, tenant_id: str, name: str) -> int:
     query = select(func.max(Release.version)).where(
         Release.tenant_id == tenant_id,
         Release.name == name,
-        Release.version <= MAX_INTEGER,  # SQLite finds text to be larger than any number
+        Release.version <= MAX_INTEGER,  # SQLite sorts text after all numbers
     )
     return session.scalar(query) or 0
 

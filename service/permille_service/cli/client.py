@@ -190,6 +190,9 @@ class Client:
                     if response.is_error and not crowded:
                         response.read()
                         raise _error(response)
+                    kind = response.headers.get("content-type", "")
+                    if not (crowded or kind.startswith("text/event-stream")):
+                        raise _stranger(response)
                     for line in response.iter_lines():
                         heard_at = time.monotonic()
                         if line.startswith("data:"):
@@ -253,11 +256,11 @@ def _json(response: httpx.Response) -> Any:
 
 
 def _stranger(response: httpx.Response) -> CommandError:
-    """Return the error for an answer that no service of permille gives."""
+    """Return the error for an answer that does not come from a permille service."""
     place = response.headers.get("location")
     found = f"a redirect to {place!r:.200}" if place else response.headers.get("content-type") or "nothing"
     return CommandError(
-        f"{response.url.copy_with(query=None)} answers with {found:.300}, so this is no service of permille. "
+        f"{response.url.copy_with(query=None)} answers with {found:.300}, so it is not a permille service. "
         "Check --url or PERMILLE_URL, and proxies on the way.",
         Exit.USAGE,
     )

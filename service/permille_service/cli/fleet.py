@@ -1,6 +1,7 @@
 """Commands of releases, invitations, devices, runs, access, audit, retention and the fleet."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -66,13 +67,15 @@ def publish_release(session: Session, body: dict[str, Any], key: Key = None) -> 
 
       permille releases publish tiny-llama --package 577a9004 --alias stable
 
-    To let an alias point at a version that exists, use `permille releases alias`.
+    To point an alias at an existing version, use `permille releases alias`.
     """
     made = session.client.post("/v1/releases", body, key=key)
     session.output.show(made)
     name, alias = made["name"], body.get("alias")
-    # A new version of the same package may be meant: it may have other options for the training.
-    versions = session.client.pages("/v1/releases", name=name)
+    # A new version of the same package may be intended: it may have other options for the training.
+    versions = list[Any]()
+    with suppress(CommandError):  # the version is published, whatever happens now
+        versions = session.client.pages("/v1/releases", name=name)
     same = [one["version"] for one in versions if one["manifest_digest"] == made["manifest_digest"]]
     if earlier := [one for one in same if one < made["version"]]:
         session.output.say(
@@ -128,8 +131,8 @@ def roll_back(
     to: Annotated[
         int | None,
         typer.Option(
-            help="Version to return to. Default: the newest one that is older than the current package and "
-            "has no yanked version."
+            help="Version to return to. Default: the newest version before the first one with the current "
+            "package, unless its package was yanked."
         ),
     ] = None,
     alias: Annotated[str, typer.Option(help="Alias to move.")] = "stable",
@@ -168,16 +171,24 @@ def roll_back(
     chosen = next(older, None)
     if chosen is None:
         wanted = f"version {to}" if to is not None else "older version with another package"
-        hint = "" if to is not None else "Yanked versions do not count. Name any version with --to. "
+        hint = "" if to is not None else "Yanked packages do not count. Name any version with --to. "
         raise CommandError(
             f"{name!r} has no {wanted}. {hint}See `permille releases list {name}`.", Exit.NOT_FOUND
         )
-    body = {"name": name, "package_digest": chosen["manifest_digest"], "alias": alias, "yanked": yanked}
+    body = {"name": name, "package_digest": chosen["manifest_digest"], "alias": alias}
+    if yanked:
+        body["yanked"] = True
     made = session.client.post("/v1/releases", body, key=key)
     session.output.show(made)
     session.output.say(
         f"Version {made['version']} has the package of version {chosen['version']}. {alias} points at it."
     )
+    passed = [one["version"] for one in versions if chosen["version"] < one["version"] < min(same)]
+    if to is None and passed:
+        session.output.say(
+            f"Versions {', '.join(map(str, passed))} are passed over, because their packages were yanked. "
+            f"To return to one of them: `permille releases rollback {name} --to {passed[0]} --yanked`."
+        )
     if not current["yanked"]:
         session.output.say_next(f"permille releases yank {name} {current['version']}")
 

@@ -37,6 +37,7 @@ Again = Annotated[
 
 
 _JOBS = ("id", "kind", "state", "progress.fraction", "progress.message", "created_at")
+JobId = Annotated[str, typer.Argument(help="Id of the job, or its first characters.")]
 FIGURES = ("name", "needed", "available", "enough", "explanation")
 
 
@@ -144,7 +145,7 @@ add_show(jobs, "jobs")
 
 
 @command(jobs, "watch")
-def watch_job(session: Session, job: str) -> None:
+def watch_job(session: Session, job: JobId) -> None:
     """Follow a job to its end. If the job does not succeed, the exit code is 1."""
     ended = watch(session.client, session.output, session.id_of("jobs", job))
     work = WORK.get(ended["kind"])
@@ -155,7 +156,7 @@ def watch_job(session: Session, job: str) -> None:
 
 
 @command(jobs, "events")
-def list_job_events(session: Session, job: str) -> None:
+def list_job_events(session: Session, job: JobId) -> None:
     """List the events of a job."""
     path, found = f"/v1/jobs/{session.id_of('jobs', job)}/events", list[Any]()
     while page := session.client.get(path, after=found[-1]["seq"] if found else 0, limit=200):
@@ -164,7 +165,7 @@ def list_job_events(session: Session, job: str) -> None:
 
 
 @command(jobs, "cancel")
-def cancel_job(session: Session, job: str) -> None:
+def cancel_job(session: Session, job: JobId) -> None:
     """Cancel a job. A running job stops at its next step, usually within seconds."""
     found = session.client.post(f"/v1/jobs/{session.id_of('jobs', job)}/cancel")
     session.output.show(found)

@@ -244,6 +244,28 @@ def test_a_table_in_a_record_has_a_column_for_each_value() -> None:
     ]
 
 
+def test_a_rollback_passes_over_withdrawn_packages_and_says_so(
+    client: Collections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted = list[dict[str, Any]]()
+
+    def post(_path: str, body: dict[str, Any], **_: object) -> dict[str, int]:
+        posted.append(body)
+        return {"version": 5}
+
+    monkeypatch.setattr(client, "post", post)
+    client.rows["releases"] = [
+        {"version": n, "manifest_digest": digest, "yanked": n == 3, "aliases": ["stable"] if n == 4 else []}
+        for n, digest in ((4, "new"), (3, "bad"), (2, "bad"), (1, "old"))
+    ]
+    assert main.main(["releases", "rollback", "tiny"]) == 0
+    assert main.main(["releases", "rollback", "tiny", "--to", "2", "--yanked"]) == 0
+    assert [body["package_digest"] for body in posted] == ["old", "bad"]
+    assert ["yanked" in body for body in posted] == [False, True]
+    said = " ".join(client.output.console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "Versions 3, 2 are passed over" in said
+
+
 def test_a_release_is_shown_with_yanked_versions_that_devices_have(
     client: Collections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,6 +521,9 @@ def test_a_stranger_at_the_address_is_told(
         with pytest.raises(CommandError, match=told) as refused:
             getattr(client, method)("/v1/models", *([{}] if method == "put" else []))
         assert refused.value.code is Exit.USAGE
+    if answer.status_code != 204:  # which says that the job has ended
+        with pytest.raises(CommandError, match="so it is not a permille service"):
+            next(client.events("job_1"))
 
 
 def test_events_are_looked_up_where_no_stream_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,14 +555,15 @@ class Cut(httpx.SyncByteStream):
 
 def test_the_waiting_goes_on_when_the_api_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
+    stream = {"Content-Type": "text/event-stream; charset=utf-8"}
 
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request.headers["Last-Event-ID"])
         match len(asked):
             case 1:
-                return httpx.Response(200, stream=Cut())
+                return httpx.Response(200, headers=stream, stream=Cut())
             case 3:
-                return httpx.Response(200, content=b'data: {"seq": 2}\n\n')
+                return httpx.Response(200, headers=stream, content=b'data: {"seq": 2}\n\n')
             case 4:
                 return httpx.Response(204)
         raise httpx.ConnectError("connection refused")
