@@ -27,8 +27,8 @@ MAX_S: Final = 1e9
 # In the message of pydantic's SettingsError. Only lists are parsed as JSON.
 _FIELD: Final = re.compile(r'error parsing value for field "(\w+)"', re.ASCII)
 _REQUIREMENTS: Final = ("required", "optional", "none")
-# The options of a broker's URL, and their values; None: any. At others, each request would fail, and not the
-# start.
+# The options of a broker's URL, and their values. None allows any value. With other options, the service
+# would start, and then fail at each request.
 _BROKER_OPTIONS: Final[dict[str, tuple[str, ...] | None]] = {
     "ssl_cert_reqs": (*_REQUIREMENTS, *(f"CERT_{one.upper()}" for one in _REQUIREMENTS)),
     **dict.fromkeys(("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")),
@@ -237,7 +237,7 @@ class ProcessSettings(SettingsGroup):
             choices = _BROKER_OPTIONS.get(name, ())
             if choices is not None and given not in choices:
                 raise ValueError(
-                    f"{name!r:.40} is no option, or its value is unknown. After `?`, a URL may have "
+                    f"{name!r:.40} is not an option, or its value is unknown. After `?`, a URL may have "
                     "ssl_cert_reqs=required, optional or none, ssl_ca_certs, ssl_certfile, ssl_keyfile and "
                     "ssl_check_hostname."
                 )

@@ -10,7 +10,6 @@ from the text of another command.
 """
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -259,7 +258,7 @@ def _export(request: Request, home: Home, shown: Shown) -> None:
         if request.form is Form.GGUF and not modelfile.exists():
             text = (folder / "Modelfile").read_text(encoding="utf-8")
             text = text.replace(f"FROM ./{file.name}\n", f"FROM ./{request.out.name}\n", 1)
-            write_atomic(modelfile, os.fsencode(text), mode=0o600)
+            write_atomic(modelfile, text.encode("utf-8", "surrogateescape"), mode=0o600)
         partial.replace(request.out)
     finally:
         partial.unlink(missing_ok=True)

@@ -91,8 +91,9 @@ def attempt(tasks: Mapping[str, Task], db: Database, claim: Claim, settings: Wor
         with db.write() as session:
             claims.cancelled(session, claim)
     except Exception as exc:  # noqa: BLE001 - every failure of a job is recorded as its error
-        # The messages of our own errors say what to do. A traceback would only hide them.
-        trace = None if isinstance(exc, PermilleError) else exc
+        # The messages of our own errors say what to do, unless they hide a failure in the code of a library.
+        usual = (PermilleError, OSError, ValueError, type(None))
+        trace = None if isinstance(exc, PermilleError) and isinstance(exc.__cause__, usual) else exc
         _log.warning("attempt %d of %s failed: %s", claim.attempt, claim.job_id, exc, exc_info=trace)
         record_failure(db, claim, exc)
 

@@ -1,5 +1,8 @@
 """The quantization job: it writes the codes of the linear weights, all other tensors, and a report."""
 
+from contextlib import suppress
+
+from permille.errors import RetryableError
 from permille.package.manifest import Quantization
 from permille.pipeline.inputs import SourceModel
 from permille.pipeline.quantize import (
@@ -27,7 +30,8 @@ def run(context: TaskContext, request: QuantizationCreate) -> Publish:
     """
     context.progress(0.0, "opening the model")
     model = open_model(context, request.model_id)
-    check_text_of_build(context, model)
+    with suppress(RetryableError):  # only the check needs the corpus of the mask
+        check_text_of_build(context, model)
     how, embeddings = quantization_of(request.options), request.options.embeddings
     evaluation = _evaluation(context, model, request)
     codes = _codes(context, model, request, how)
