@@ -12,6 +12,6 @@ def named_path(name: str) -> Path:
     """Return the path of an argument. An empty one, as of an unset variable, would be the current folder."""
     if not name:
         raise typer.BadParameter("The name is empty. Name a file or folder.")
-    if len(os.fsencode(Path(name).name)) > _MOST_BYTES:
-        raise typer.BadParameter("The name is longer than any file's. Name a file that holds the text.")
+    if any(len(os.fsencode(part)) > _MOST_BYTES for part in Path(name).parts):
+        raise typer.BadParameter("The name is too long for a path. Give a path, not the text itself.")
     return Path(name)

@@ -102,7 +102,7 @@ def data_add(
 def data_list(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the files and folders that the daemon trains on.
 
-    It lacks those that you only named to `train`. `permille-agent status` shows those of the last run.
+    Those that you only named to `train` are not listed. `permille-agent status` shows those of the last run.
     """
     home = home_of(context)
     known, then = read_references(home), ""
@@ -218,8 +218,8 @@ def rollback(context: typer.Context, as_json: JsonOption = False) -> None:
     show(_now_active(active), as_json=as_json)
     if Status(home).lost_memory:
         echo(
-            "The memory of this model was erased together with its text. The same `train` command with the "
-            "same text makes it again.",
+            "The memory of this model was erased together with its text. To make it again, repeat the "
+            "`train` command with the same text.",
             err=True,
         )
 

@@ -41,7 +41,7 @@ from permille_agent.state.home import Home
 MAX_BODY_BYTES = 1 << 20
 MAX_DISCARDED_BYTES = 1 << 26
 """The largest part of a refused body that is read, so that its sender can read the refusal."""
-MAX_REQUESTS = 8  # for text at the same time, because all of them share the processor
+MAX_REQUESTS = 8  # POST requests at the same time, because all of them share the processor
 MAX_CONNECTIONS = 64
 SOCKET_TIMEOUT_S = 30.0  # a silent client must not hold a thread for longer
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
@@ -228,7 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @contextmanager
     def _place(self) -> Iterator[None]:
-        """Take a place for a request that generates text. Others, such as one for health, are quick."""
+        """Take a place for a POST request. Other requests, such as health checks, are quick."""
         if self.command != "POST":
             yield
             return

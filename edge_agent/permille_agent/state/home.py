@@ -118,7 +118,7 @@ def open_home(root: Path) -> Home:
     try:
         if root.is_dir() and (others := _others(root)):
             raise OperatorError(
-                f"{root} is no home of an agent: it holds {others[0]}. Name an agent's folder, or a new one."
+                f"{root} is not an agent's home: it holds {others[0]}. Name an agent's folder, or a new one."
             )
         for folder in (root, home.trust, home.blobs, home.partial, home.runs, home.reports):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -133,9 +133,13 @@ def open_home(root: Path) -> Home:
 
 
 def _others(root: Path) -> list[str]:
-    """Return names in a folder that is no home. Commands would close it to others, and `forget` erase it."""
+    """Return the foreign names in a folder that is not a home.
+
+    As a home, it would become private, and `forget` would erase it.
+    """
     names = {path.name for path in root.iterdir()}
-    if {"partial", "reports"} <= names:  # which stay in every home
+    # Every home has these two folders. A restored home may lack them, because they are often empty.
+    if {"partial", "reports"} <= names or names & {"identity.key", "enrolment.json", "releases.json"}:
         return []
     own = {below.name for below in vars(Home).values() if isinstance(below, _Below)}
     # A new disk has this folder.

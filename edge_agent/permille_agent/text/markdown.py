@@ -32,8 +32,8 @@ _PARTS: Final = (
     r"|(?<=> )\[![\w|-]+\][+-]?[ \t]*"  # the kind of a callout
     r"|[ \t]\^[\w-]+$"  # the name of a block, to which links lead
 )
-# A comment of several lines. If its end is missing, no later one has an end, either. So the rest is matched,
-# too: to look for the end of each of them would take hours for a long note.
+# A comment of several lines. If a comment has no end, no later one has an end either. So the rest is matched
+# as well: a search for the end of each one would take hours in a long note.
 _COMMENT: Final = r"|^%%[^%\n]*\n(?:.*?%%[ \t]*$|(?P<open>.*))"
 _MARKUP: Final = re.compile(_PARTS + _COMMENT, re.MULTILINE | re.DOTALL)
 _WITHOUT_COMMENTS: Final = re.compile(_PARTS, re.MULTILINE | re.DOTALL)

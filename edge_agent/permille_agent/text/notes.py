@@ -55,12 +55,12 @@ _TABLE: Final = (
 _REPAIR: Final = "Run `permille-agent data repair` to build it again."
 _UNDAMAGED: Final = {
     "SQLITE_FULL": "Free some space, and run the command again.",
-    "SQLITE_BUSY": "Another process writes it: run the command again later.",
+    "SQLITE_BUSY": "Another process is writing to it. Run the command again later.",
     "SQLITE_READONLY": "Make the file and its folder writable, and run the command again.",
-    "SQLITE_CANTOPEN": "Make the file and its folder writable, and run the command again.",
-    "SQLITE_IOERR": "Check the disk, and run the command again.",
+    "SQLITE_CANTOPEN": f"Make the file and its folder writable, and run the command again. Else: {_REPAIR}",
+    "SQLITE_IOERR": f"Check the disk, and run the command again. Else: {_REPAIR}",
 }
-"""Advice for errors after which the index is whole, by the beginning of their names."""
+"""Advice for errors after which the index is probably whole, by the beginning of their names."""
 # Thai, Lao, Burmese and Khmer, Japanese and Chinese, and Korean, which joins particles to its words.
 _NO_SPACES: Final = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"

@@ -92,7 +92,10 @@ def general_words(off: GeneralLoss | None, parts: Parts | None) -> str:
     elif parts is not None and not parts.chosen.has_state:
         words = "that of the base with the memory off, because the model has no state"
     if parts is not None and parts.general is not None:
-        words += f"; {GeneralLoss(loss_base=parts.general_base, loss=parts.general)}, with the memory"
+        on = GeneralLoss(loss_base=parts.general_base, loss=parts.general)
+        # Earlier runs did not keep the loss of the base.
+        words += f"; {parts.general:.4f}" if on.rise is None else f"; {on}"
+        words += ", with the memory"
     return words
 
 

@@ -140,9 +140,10 @@ def test_an_unset_variable_is_not_the_current_folder(agent: Agent, command: tupl
 
 
 @pytest.mark.parametrize("command", [("train",), ("data", "add"), ("compare", "--data")])
-def test_a_text_is_not_the_name_of_a_file(agent: Agent, command: tuple[str, ...]) -> None:
-    refused = agent(*command, "My notes. " * 40)
-    assert (refused.code, "Name a file that holds the text" in refused.errors) == (ExitCode.USAGE, True)
+@pytest.mark.parametrize("end", ["", "Day and/or night."])
+def test_a_text_is_not_the_name_of_a_file(agent: Agent, command: tuple[str, ...], end: str) -> None:
+    refused = agent(*command, "My notes. " * 40 + end)
+    assert (refused.code, "Give a path, not the text itself" in refused.errors) == (ExitCode.USAGE, True)
 
 
 def test_errors_come_with_their_code_and_as_json(agent: Agent, service: DeviceService) -> None:

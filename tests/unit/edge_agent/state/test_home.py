@@ -47,7 +47,7 @@ def test_a_folder_of_other_files_is_no_home_and_stays_as_it_is(tmp_path: Path) -
     assert mode(tmp_path / "letters") == 0o755
     assert (tmp_path / "letters/one.txt").read_text() == "Dear Jo"
     assert len(list((tmp_path / "letters").iterdir())) == 2
-    with pytest.raises(OperatorError, match=r"no home of an agent: it holds one\.txt"):
+    with pytest.raises(OperatorError, match=r"not an agent's home: it holds one\.txt"):
         open_home(tmp_path / "letters")
 
 
@@ -57,6 +57,12 @@ def test_a_home_may_be_unfinished_or_have_more_files(tmp_path: Path) -> None:
     home = open_home(tmp_path / "home")
     (home.root / "of-a-later-version").touch()
     assert open_home(tmp_path / "home") == home
+
+
+def test_a_restored_home_may_lack_its_empty_folders(tmp_path: Path) -> None:
+    for name in ("identity.key", "agent.lock.holder"):
+        (tmp_path / name).touch()
+    open_home(tmp_path)
 
 
 def test_an_unset_variable_is_not_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
