@@ -6,12 +6,12 @@ from permille.retry_after import stated_wait_s
 # A rate limit that names no time is tried again after a minute.
 _LIMITED_S = 60.0
 _LEAST_S = 1.0
-# Errors of the library at an answer of another form, such as a page on which a person must sign in.
+# What the library raises for an unexpected answer, such as a page on which a person must sign in.
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def hub_failure(exc: BaseException | None, what: str) -> RetryableError:
-    """Describe a failed download: the hub did not answer, answered without the file, or cannot be understood.
+    """Describe a failed download: the hub did not answer, or its answer lacks the file or cannot be read.
 
     Args:
         exc: the error of `huggingface_hub` or of a library above it. Its cause may hold the hub's answer.

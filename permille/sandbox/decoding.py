@@ -106,8 +106,8 @@ def decode(data: bytes, declared: str | None = None) -> tuple[str, str]:
             if (text := _strict(data, charset)) is not None and _is_text(text):
                 return text, charset
         data = _LOST.sub(b"", data)
-        # A few zeros may stand in any text. A file with many, or with codes beside blocks of zeros, is a
-        # program or a picture.
+        # A few zeros may stand in any text. A file with many zeros or control codes outside of such blocks is
+        # a program or a picture.
         if not data or (len(data) - len(data.translate(None, _CODES))) * 100 > len(data):
             raise UnreadableError("holds bytes that are no text")
     # Charsets such as ISO-2022-JP write all characters as ASCII, so there the declaration comes first.

@@ -161,7 +161,7 @@ def records_of(found: Iterable[Row], present: Callable[[Row], Record]) -> list[R
 
 
 def damaged(row: Base) -> dict[str, type]:
-    """Return the columns in which a row has no number or no time although it should, with their types.
+    """Return the columns whose value should be a number or a time and is not, with their types.
 
     SQLite stores text in any column. Every database stores numbers that are no time, such as 2**62.
     """

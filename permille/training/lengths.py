@@ -96,7 +96,7 @@ class _Trials:
     known: Path | None
     progress: Callable[[str], None]
     at_base: dict[tuple[float, int], tuple[float, NDArray[np.float64]]] = field(default_factory=dict)
-    """Estimates at the base, by length of the perturbation and step. Trials of all steps begin with one."""
+    """Estimates at the base, by length of the perturbation and step. All trials begin with the same one."""
 
     def perturbation(self) -> float:
         """Return the length of a perturbation."""

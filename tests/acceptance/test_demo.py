@@ -18,7 +18,7 @@ from tests.running_service import environment
 LINE = re.compile(
     r"demo: held-out loss (?P<base>[\d.]+) -> (?P<personal>[\d.]+) \([\d.]+% lower\)"
     r"(, [\d.]+ with the memory)?, "
-    r"general loss (?P<general>[\d.]+) -> (?P<after>[\d.]+)(, [\d.]+ with the memory)?, "
+    r"general loss (?P<general>[\d.]+) -> (?P<after>[\d.]+)(?P<beside>, [\d.]+ with the memory)?, "
     r"package \d+ bytes, "
     r"(zeroth-order log \d+ bytes, replay exact|no zeroth-order log)"
 )
@@ -37,7 +37,7 @@ def _demo(*arguments: str, stack: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def _gains_and_keeps(printed: str, folder: Path) -> None:
+def _gains_and_keeps(printed: str, folder: Path) -> re.Match[str]:
     line = LINE.fullmatch(printed)
     assert line is not None, printed
     assert (folder / "show.html").is_file()
@@ -46,6 +46,7 @@ def _gains_and_keeps(printed: str, folder: Path) -> None:
     assert float(line["personal"]) < float(line["base"])
     # losses are printed with three digits
     assert float(line["after"]) - float(line["general"]) <= KEEP_GENERAL + 0.001
+    return line
 
 
 def test_commands_are_told_as_a_shell_reads_them(tmp_path: Path) -> None:
@@ -81,7 +82,8 @@ def test_a_real_chat_model_gains_and_keeps_its_head(
     short = replace(
         MODELS["smollm2"], build=("--sequences", "2", "--length", "128"), gradient=("--steps", "6")
     )
-    _gains_and_keeps(run(short, tmp_path / "demo"), tmp_path / "demo")
+    line = _gains_and_keeps(run(short, tmp_path / "demo"), tmp_path / "demo")
+    assert line["beside"], "the general loss with the memory is missing"
     printed = capsys.readouterr().out
     asked = printed.partition("   What is the capital of France?\n")[2].splitlines()
     assert "Paris" in asked[0]

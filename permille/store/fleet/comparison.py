@@ -62,7 +62,7 @@ def compare(
         if one.version not in found:
             raise ConflictError(
                 f"Version {one.version} of {name!r} cannot be compared, because its row or the report of a "
-                "device is damaged. The log of the service tells more. Compare other versions."
+                "device is damaged. See the service's log. Compare other versions."
             )
     after_results, before_results = found[row.version], found[other.version]
     both, loss = _losses(session, row, other)

@@ -193,12 +193,12 @@ def _lock_first(session: Session, query: Select[Job]) -> Job | None:
 
 
 def _give_up(session: Session, job: Job, damaged: Mapping[str, object]) -> None:
-    """End a locked job in whose row a person replaced numbers, so that it does not stop the other jobs."""
+    """Fail a locked job whose row is damaged, so that it does not stop the other jobs."""
     # Each claim adds an event, so this number is at least the number of claims, as the fence must be.
     events = session.scalar(select(func.max(JobEvent.seq)).where(JobEvent.job_id == job.id)) or 0
     for name, kind in damaged.items():
         setattr(job, name, now(session) if kind is datetime else events)
-    message = f"The job's row is damaged: {', '.join(damaged)}. To start it again, retry it."
+    message = f"The job's row is damaged: {', '.join(damaged)}. To run it again, use `permille jobs retry`."
     job.error = {"type": "DamagedRow", "message": message, "retryable": False}
     _log.error("%s fails: %s", job.id, message)
     # A parent is advanced by the next sweep, because it must be locked before its parts.

@@ -133,7 +133,7 @@ def note_worker(session: Session, *, name: str, exports: bool, memory_bytes: int
 def largest_memory(session: Session) -> int | None:
     """Return the most memory that a running worker has for a job, or None if none has said so."""
     running = Worker.seen_at > now(session) - _SILENT_FOR
-    # SQLite finds text to be larger than any number.
+    # SQLite sorts text after all numbers.
     known = Worker.memory_bytes <= MAX_INTEGER
     return session.scalar(select(func.max(Worker.memory_bytes)).where(running, known))
 
