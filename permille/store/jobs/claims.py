@@ -45,6 +45,12 @@ _SENT_AT_ONCE = 100
 _QUEUED = select(Job).where(transitions.IS_QUEUED).order_by(Job.device_id, Job.available_at, Job.id)
 _part = aliased(Job)
 _HAS_UNENDED_PART = exists().where(_part.parent_id == Job.id, _part.state.in_(UNFINISHED))
+_HAS_FAILED_PART = exists().where(
+    _part.parent_id == Job.id, _part.state.not_in((*UNFINISHED, JobState.SUCCEEDED))
+)
+_HAS_PART_TO_STOP = exists().where(
+    _part.parent_id == Job.id, _part.state.in_(UNFINISHED), _part.cancel_requested_at.is_(None)
+)
 _HELD = select(Job.tenant_id, Job.device_id).where(transitions.IS_RUNNING, Job.worker.is_not(None))
 _DUE_AT = (
     select(func.min(Job.available_at))
@@ -364,7 +370,7 @@ def release(session: Session, held: Claim) -> None:
 
 
 def sweep(db: Database) -> SweepReport:
-    """Queue or end the jobs whose lease has expired, and advance the jobs all of whose parts have ended.
+    """Queue or end the jobs whose lease has expired. Advance those whose parts have ended, or one has failed.
 
     Each job is handled in a short transaction of its own. A job that waits for a running part costs none.
     """
@@ -373,7 +379,9 @@ def sweep(db: Database) -> SweepReport:
         leased = select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_not(None))
         expired = session.scalars(leased.where(Job.lease_expires_at < at)).all()
         waiting = select(Job.id).where(transitions.IS_RUNNING, Job.worker.is_(None))
-        due = session.scalars(waiting.where(~_HAS_UNENDED_PART)).all()
+        due = session.scalars(
+            waiting.where(or_(~_HAS_UNENDED_PART, _HAS_FAILED_PART & _HAS_PART_TO_STOP))
+        ).all()
     # One transaction per job: a long transaction would block other writers (SQLite).
     states: list[JobState | None] = []
     ended = [partial(lambda job_id: states.append(_sweep_one(db, job_id)), job_id) for job_id in expired]

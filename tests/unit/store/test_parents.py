@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event, update
+from sqlalchemy import Engine, event, text, update
 from sqlalchemy.orm import Session
 
 from permille.errors import InputError
@@ -438,3 +438,21 @@ def test_builds_are_never_claimed(db: Database, tenant_id: str) -> None:
     build = submit_build(db, tenant_id)
     with db.write() as session:
         assert claims.claim(session, worker="w", lease_s=30, job_id=build.id) is None
+
+
+@pytest.mark.parametrize("backend", ["sqlite"], indirect=True)
+def test_a_part_with_damaged_numbers_stops_the_others(db: Database, tenant_id: str) -> None:
+    build = submit_build(db, tenant_id)
+    with db.write() as session:
+        session.execute(text("UPDATE jobs SET max_attempts = 'many' WHERE kind = 'mask'"))
+    claim = take(db)
+    assert claim is not None
+    assert claim.kind == "quantization"
+    claims.sweep(db)
+    assert read(db, build).state == "running"
+    with db.write() as session:
+        assert session.get_one(Job, claim.job_id).cancel_requested_at is not None
+        claims.cancelled(session, claim)
+    claims.sweep(db)
+    ended = read(db, build)
+    assert (ended.state, "row is damaged" in str(ended.error)) == ("failed", True)
