@@ -11,13 +11,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from permille.corpora.sequences import Tokenizer, token_sequences
+from permille.corpora.sequences import POOL, Tokenizer, token_sequences
 from permille.corpora.sources import ReadReport
 from permille.digests import JSON
 from permille.errors import InputError
+from permille.models.checkpoint import Checkpoint
+from permille.models.settings import within_positions
 from permille.package.blobs import BlobFolder
 
 _DESCRIPTION_BYTES = 1 << 20
+_LONGEST_EVALUATION, _EVALUATION_SEED = 512, 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +105,26 @@ class Corpus:
         raise InputError(
             f"The corpus is too small. It must have at least {least * wanted.length} tokens: {shortest}"
         ) from shortest
+
+
+def evaluation_text(checkpoint: Checkpoint, corpus: Corpus, tokens: int, used: int) -> tuple[Drawn, bool]:
+    """Draw the sequences of an evaluation, and return whether the calibration does not use them.
+
+    Call this before a long calibration or quantization, because too little text is an error.
+
+    Args:
+        tokens: the number of tokens to measure on.
+        used: the number of the corpus's tokens that the calibration uses. They are passed over if possible.
+
+    Raises:
+        InputError: the text is too short.
+        RetryableError: the data set cannot be reached.
+    """
+    from permille.models.loading import FileTokenizer
+
+    length = within_positions(checkpoint.config, _LONGEST_EVALUATION)
+    # To choose n sequences, calibration reads up to POOL * n sequences of the corpus. Skip all tokens that it
+    # may have read. The number of sequences to skip is rounded up.
+    skipped = -(-POOL * used // length)
+    wanted = Sampling(number=max(1, tokens // length), length=length, seed=_EVALUATION_SEED, skip=skipped)
+    return corpus.draw_held_out(FileTokenizer(checkpoint.folder), wanted)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from permille.choices import Embeddings
-from permille.corpora.sequences import POOL
 from permille.digests import JSON
 from permille.errors import InputError, OperatorError
 from permille.extras import install_line
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 _QUANTIZED = 0.6  # the progress when all weights are quantized
 _SEED = 0
-_LONGEST_EVALUATION = 512  # tokens in a sequence of the evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,30 +59,6 @@ class Evaluation:
     text: Drawn
     held_out: bool
     compute: "Compute"
-
-
-def evaluation_text(model: SourceModel, corpus: Corpus, tokens: int, used: int) -> tuple[Drawn, bool]:
-    """Draw the sequences of an evaluation, and return whether the calibration does not use them.
-
-    Call this before a long calibration or quantization, because too little text is an error.
-
-    Args:
-        tokens: the number of tokens to measure on.
-        used: the number of the corpus's tokens that the calibration uses. They are passed over if possible.
-
-    Raises:
-        InputError: the text is too short.
-        RetryableError: the data set cannot be reached.
-    """
-    from permille.models.loading import FileTokenizer
-
-    checkpoint = model.checkpoint
-    length = within_positions(checkpoint.config, _LONGEST_EVALUATION)
-    # To choose n sequences, calibration reads up to POOL * n sequences of the corpus. Skip all tokens that it
-    # may have read. The number of sequences to skip is rounded up.
-    skipped = -(-POOL * used // length)
-    wanted = Sampling(number=max(1, tokens // length), length=length, seed=_SEED, skip=skipped)
-    return corpus.draw_held_out(FileTokenizer(checkpoint.folder), wanted)
 
 
 def nearest_codes(model: SourceModel, how: Quantization) -> Codes:

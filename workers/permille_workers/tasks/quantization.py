@@ -4,12 +4,12 @@ from contextlib import suppress
 
 from permille.errors import RetryableError
 from permille.package.manifest import Quantization
+from permille.pipeline.draw import evaluation_text
 from permille.pipeline.inputs import SourceModel
 from permille.pipeline.quantize import (
     Codes,
     Evaluation,
     calibrated_codes,
-    evaluation_text,
     nearest_codes,
     quantize,
     source_codes,
@@ -58,5 +58,7 @@ def _evaluation(context: TaskContext, model: SourceModel, request: QuantizationC
     if isinstance(options, AutoRound) and options.calibration_corpus_id == corpus_id:
         used = options.calibration_sequences * options.calibration_length
     context.progress(0.0, "reading the evaluation text")
-    text, held_out = evaluation_text(model, open_corpus(context, corpus_id), options.evaluation_tokens, used)
+    text, held_out = evaluation_text(
+        model.checkpoint, open_corpus(context, corpus_id), options.evaluation_tokens, used
+    )
     return Evaluation(text=text, held_out=held_out, compute=context.compute)

@@ -20,10 +20,9 @@ from permille.models.conversion import modern_folder
 from permille.models.families import scoped_tensors
 from permille.models.sources import download_model, resolve_inside
 from permille.pipeline.basis import MOST_ROWS, draw_basis_text
-from permille.pipeline.draw import Corpus, Drawn
+from permille.pipeline.draw import Corpus, Drawn, evaluation_text
 from permille.pipeline.inputs import SourceModel
 from permille.pipeline.pack import reference_sampling
-from permille.pipeline.quantize import evaluation_text
 from permille.schemas.inputs import (
     CorpusSource,
     FileCorpus,
@@ -146,7 +145,7 @@ def check_text_of_build(context: TaskContext, model: SourceModel) -> None:
     corpora = {corpus_id: open_corpus(context, corpus_id) for corpus_id in used}
     # Each step takes fewer rows if there is less text, down to the number that is checked here.
     if measured is not None:
-        evaluation_text(model, corpora[measured], 1, 0)
+        evaluation_text(model.checkpoint, corpora[measured], 1, 0)
     if public is not None:
         draw_for_reference(corpora[public], model.checkpoint, most=1)
     if public is not None and build.basis:
