@@ -47,7 +47,9 @@ def test_the_api_has_no_torch_starts_and_answers(tmp_path: Path, wheel: Path) ->
 def test_the_agent_has_no_hub_and_tells_its_state(tmp_path: Path, wheel: Path) -> None:
     python = _environment(tmp_path, "agent", wheel)
     assert not {"torch", "huggingface-hub", "fastapi"} & _installed(python)
-    said = _run(python, "-P", "-m", "permille_agent", "--home", str(tmp_path), "status", "--json")
+    home = tmp_path / "home"
+    home.mkdir()
+    said = _run(python, "-P", "-m", "permille_agent", "--home", str(home), "status", "--json")
     assert json.loads(said)["enrolment"] is None
 
 
