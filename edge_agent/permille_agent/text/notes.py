@@ -53,12 +53,13 @@ _TABLE: Final = (
     "tokenize = \"porter unicode61 remove_diacritics 2 categories 'L* N* Co M*'\")"
 )
 _REPAIR: Final = "Run `permille-agent data repair` to build it again."
+_ELSE_REPAIR: Final = "If that does not help, run `permille-agent data repair`."
 _UNDAMAGED: Final = {
     "SQLITE_FULL": "Free some space, and run the command again.",
     "SQLITE_BUSY": "Another process is writing to it. Run the command again later.",
     "SQLITE_READONLY": "Make the file and its folder writable, and run the command again.",
-    "SQLITE_CANTOPEN": f"Make the file and its folder writable, and run the command again. Else: {_REPAIR}",
-    "SQLITE_IOERR": f"Check the disk, and run the command again. Else: {_REPAIR}",
+    "SQLITE_CANTOPEN": f"Make the file and its folder writable, and run the command again. {_ELSE_REPAIR}",
+    "SQLITE_IOERR": f"Check the disk, and run the command again. {_ELSE_REPAIR}",
 }
 """Advice for errors after which the index is probably whole, by the beginning of their names."""
 # Thai, Lao, Burmese and Khmer, Japanese and Chinese, and Korean, which joins particles to its words.

@@ -131,8 +131,8 @@ def roll_back(
     to: Annotated[
         int | None,
         typer.Option(
-            help="Version to return to. Default: the newest version before the first one with the current "
-            "package, unless its package was yanked."
+            help="Version to return to. Default: the newest earlier version with another package that was "
+            "never yanked."
         ),
     ] = None,
     alias: Annotated[str, typer.Option(help="Alias to move.")] = "stable",

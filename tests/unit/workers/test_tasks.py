@@ -12,6 +12,7 @@ import permille
 from permille.choices import StreamedDataset
 from permille.corpora.sequences import token_sequences
 from permille.corpora.sources import ReadReport, file_texts
+from permille.errors import RetryableError
 from permille.models.loading import FileTokenizer, load_model
 from permille.package.limits import Role
 from permille.package.manifest import Manifest
@@ -27,9 +28,10 @@ from permille.store.jobs import claims, queue
 from permille.store.retention.collection import references
 from permille.store.tables import Model
 from permille.training.basis import USERS
+from permille_workers.runtime.child import attempt
 from permille_workers.runtime.context import JobCancelledError, TaskContext
 from permille_workers.runtime.work_folders import locked_work_folder, remove_ended, shared_store
-from permille_workers.tasks import TASKS
+from permille_workers.tasks import TASKS, quantization
 from tests.tiny_model import write_published
 from tests.unit.workers.conftest import Bench, save_model
 from tests.unit.workers.jobs import (
@@ -214,6 +216,34 @@ def test_a_device_that_is_not_there_is_the_operators_affair(
     assert "PERMILLE_DEVICE is cuda:99" in str(job.error)
     assert "failed: PERMILLE_DEVICE is cuda:99" in caplog.text
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("cause", "shown"), [(None, False), (OSError("wire"), False), (TypeError("a bug"), True)]
+)
+def test_the_log_has_the_traceback_of_a_librarys_failure(
+    bench: Bench, caplog: pytest.LogCaptureFixture, cause: Exception | None, shown: bool
+) -> None:
+    def broken(_context: TaskContext) -> Any:
+        raise RetryableError("Cannot reach the hub.") from cause
+
+    bench.submit(JobKind.MASK, fisher_request(bench))
+    with bench.db.write() as session:
+        claim = claims.claim(session, worker="bench", lease_s=600)
+    assert claim is not None
+    attempt({"mask": broken}, bench.db, claim, bench.settings)
+    assert "failed: Cannot reach the hub." in caplog.text
+    assert ("Traceback" in caplog.text) is shown
+
+
+def test_a_quantization_does_not_wait_for_the_corpus_of_the_mask(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object) -> None:
+        raise RetryableError("Cannot reach the hub.")
+
+    monkeypatch.setattr(quantization, "check_text_of_build", unreachable)
+    assert quantization_of(bench).digest.startswith("sha256:")
 
 
 def test_the_values_are_the_models_own_bits(bench: Bench) -> None:

@@ -57,6 +57,9 @@ def test_a_package_is_installed_and_opens_and_a_second_pull_fetches_nothing(
 def test_a_package_is_tried_below_a_folder_whose_name_is_not_utf_8(package: Package, tmp_path: Path) -> None:
     folder = shutil.copytree(package.blobs.root, tmp_path / "mod\udce9les")
     try_package(folder, package.digest, size_bytes=package.size_bytes)
+    shutil.rmtree(folder)  # the child read this folder, because without it the trial fails
+    with pytest.raises(PackageError):
+        try_package(folder, package.digest, size_bytes=package.size_bytes)
 
 
 def test_only_what_changed_is_fetched(device: Device, package: Package, second: Package) -> None:

@@ -62,7 +62,7 @@ def test_a_home_may_be_unfinished_or_have_more_files(tmp_path: Path) -> None:
 def test_a_restored_home_may_lack_its_empty_folders(tmp_path: Path) -> None:
     for name in ("identity.key", "agent.lock.holder"):
         (tmp_path / name).touch()
-    open_home(tmp_path)
+    assert open_home(tmp_path).reports.is_dir()
 
 
 def test_an_unset_variable_is_not_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
